@@ -1,0 +1,143 @@
+/*
+ * base.h - what every other folder stands on: errors, log, memory, threads, CPU levels, random
+ * numbers and number formats. Includes nothing of the project but the public header.
+ *
+ * Letters, used in names and shape comments everywhere: B batch, S sequence, T tokens on this
+ * rank, D model width, F expert hidden width, E experts, EL experts on this rank, K experts per
+ * token, N rows received, R ranks, V vocabulary, L layers, H heads.
+ * Gradients have the prefix d: parameter gradients accumulate (+=), activation gradients are
+ * written (=), the residual stream's gradient accumulates.
+ */
+#ifndef DPL_BASE_H
+#define DPL_BASE_H
+
+#include <stdbool.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "dropless.h"
+
+#define DPL_ALIGN 64 // every block that the project allocates starts on a cache line
+#define DPL_MIN(a, b) ((a) < (b) ? (a) : (b))
+#define DPL_MAX(a, b) ((a) > (b) ? (a) : (b))
+#define DPL_COUNT(array) (sizeof(array) / sizeof((array)[0]))
+
+static inline size_t dpl_round_up(size_t x, size_t unit) { return (x + unit - 1) / unit * unit; }
+static inline size_t dpl_div_up(size_t x, size_t unit) { return (x + unit - 1) / unit; }
+
+/* ---- errors: the function that first decides on one words it, its callers only pass it on --- */
+
+// Words this thread's error (dpl_error_message) and returns `status`.
+dpl_status dpl_fail(dpl_status status, const char *format, ...)
+    __attribute__((format(printf, 2, 3), cold));
+// Puts "context: " before this thread's error text; for a caller that knows the place (a file, a
+// key, a layer) that the finder did not. Returns `status`.
+dpl_status dpl_fail_in(dpl_status status, const char *format, ...)
+    __attribute__((format(printf, 2, 3), cold));
+
+#define DPL_TRY(call)                             \
+    do {                                          \
+        const dpl_status status_ = (call);        \
+        if (status_ != DPL_OK) return status_;    \
+    } while (0)
+
+/* ---- log: one line to the sink (stderr by default), for notices and warnings ---------------- */
+
+typedef void (*dpl_log_fn)(void *arg, const char *line);
+void dpl_log_sink(dpl_log_fn fn, void *arg); // fn NULL: stderr again. Not thread-safe: set at start.
+void dpl_log(const char *format, ...) __attribute__((format(printf, 1, 2)));
+
+double dpl_now(void); // monotonic seconds
+
+/* ---- memory --------------------------------------------------------------------------------- */
+
+// Zeroed, DPL_ALIGN-aligned; from 2 MiB on aligned to 2 MiB and advised to huge pages. 0 bytes give
+// a valid pointer. NULL when memory is exhausted (or the fault injection below says so).
+void *dpl_alloc(size_t bytes);
+void *dpl_alloc_array(size_t count, size_t size); // NULL on overflow too
+void dpl_free(void *p);                           // NULL is fine
+char *dpl_strdup(const char *text);
+// Tests: make the n-th dpl_alloc from now fail, once (0: off).
+void dpl_fault_alloc(size_t nth);
+
+// Step arena: address space is reserved once, memory is used as it is touched.
+// Blocks are DPL_ALIGN-aligned and NOT zeroed. Released blocks are poisoned under ASan.
+typedef struct dpl_arena dpl_arena;
+dpl_status dpl_arena_open(size_t reserve_bytes, dpl_arena **arena_out);
+void dpl_arena_close(dpl_arena **arena);
+// Never NULL: callers reserve what they planned; running over the reservation is a programmer's
+// error and aborts with a message.
+void *dpl_arena_alloc(dpl_arena *arena, size_t bytes);
+size_t dpl_arena_mark(const dpl_arena *arena);
+void dpl_arena_release(dpl_arena *arena, size_t mark); // back to `mark`
+bool dpl_arena_owns(const dpl_arena *arena, const void *p);
+size_t dpl_arena_free_bytes(const dpl_arena *arena);
+size_t dpl_arena_peak_bytes(const dpl_arena *arena);
+// While held, release keeps its blocks alive (a deferred context has operators that use them);
+// letting go performs the last release asked for.
+void dpl_arena_hold(dpl_arena *arena, bool hold);
+// Gives memory above the current mark back to the system where it exceeds keep_bytes.
+void dpl_arena_trim(dpl_arena *arena, size_t keep_bytes);
+
+/* ---- threads -------------------------------------------------------------------------------- */
+
+// Runs tasks 0..n_tasks-1, each exactly once, on the calling thread and the pool's own; returns when
+// all are done. Which thread runs a task is not fixed, so a task's result must not depend on it.
+// i_thread is 0..n_threads-1, for scratch memory. Tasks must not call dpl_pool_run.
+typedef struct dpl_pool dpl_pool;
+typedef void (*dpl_task_fn)(void *arg, size_t i_task, int i_thread);
+// n_threads <= 0: as many as this process may use (affinity and cgroup quota). 1 creates no thread.
+dpl_status dpl_pool_open(int n_threads, dpl_pool **pool_out);
+void dpl_pool_close(dpl_pool **pool);
+int dpl_pool_threads(const dpl_pool *pool);
+void dpl_pool_run(dpl_pool *pool, size_t n_tasks, dpl_task_fn fn, void *arg);
+int dpl_cpus_allowed(void);
+// `cpus` cut to the quotas of the groups listed in proc_cgroup, whose folders are under root.
+int dpl_cpus_quota(const char *proc_cgroup, const char *root, int cpus);
+
+/* ---- CPU levels ----------------------------------------------------------------------------- */
+
+#define DPL_CPU_MAP(X) X(REF, "ref") X(AVX2, "avx2") X(AVX512, "avx512")
+typedef enum dpl_cpu_level {
+#define DPL_CPU_ENUM(id, name) DPL_CPU_##id,
+    DPL_CPU_MAP(DPL_CPU_ENUM)
+#undef DPL_CPU_ENUM
+    DPL_CPU_N
+} dpl_cpu_level;
+const char *dpl_cpu_level_name(dpl_cpu_level level);
+// The best level of this machine, capped by the environment's DPL_CPU (ref, avx2, avx512). An
+// unknown name, or one above the machine, is DPL_EINVAL with the list of what is possible.
+dpl_status dpl_cpu_level_detect(dpl_cpu_level *level_out);
+
+/* ---- random numbers: counter-based, so that any element can be drawn by any thread ---------- */
+
+// A well-mixed 64-bit value of (seed, stream, counter); Philox4x32-10.
+uint64_t dpl_rng_u64(uint64_t seed, uint64_t stream, uint64_t counter);
+double dpl_rng_uniform(uint64_t seed, uint64_t stream, uint64_t counter); // in (0, 1)
+double dpl_rng_normal(uint64_t seed, uint64_t stream, uint64_t counter);  // N(0, 1), Box-Muller
+uint64_t dpl_hash64(const void *data, size_t bytes, uint64_t seed);       // not cryptographic
+
+/* ---- number formats ------------------------------------------------------------------------- */
+
+typedef enum dpl_dtype { DPL_F32, DPL_BF16 } dpl_dtype;
+static inline size_t dpl_dtype_bytes(dpl_dtype dtype) { return dtype == DPL_F32 ? 4 : 2; }
+
+static inline float dpl_bf16_to_f32(uint16_t h)
+{
+    const uint32_t bits = (uint32_t)h << 16;
+    float f;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+
+// Round to nearest even; NaN stays NaN (made quiet).
+static inline uint16_t dpl_f32_to_bf16(float f)
+{
+    uint32_t bits;
+    memcpy(&bits, &f, 4);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return (uint16_t)((bits >> 16) | 0x40u);
+    bits += 0x7fffu + ((bits >> 16) & 1u);
+    return (uint16_t)(bits >> 16);
+}
+
+#endif

@@ -1,0 +1,210 @@
+/*
+ * memory.c - blocks that live long (dpl_alloc) and the arena whose blocks live for one step.
+ *
+ * The arena reserves address space once and lets the system back it page by page, so planning may
+ * be generous. Under AddressSanitizer every block is followed by a poisoned red zone of its own
+ * size: an offset is then simply scaled, and marks, peaks and plans are the same in all builds.
+ */
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+
+#include "base/base.h"
+
+#if defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define HAS_ASAN 1
+#endif
+#elif defined(__SANITIZE_ADDRESS__)
+#define HAS_ASAN 1
+#endif
+
+#ifdef HAS_ASAN
+#include <sanitizer/asan_interface.h>
+#define STRETCH 2
+#define POISON(p, bytes) ASAN_POISON_MEMORY_REGION(p, bytes)
+#define UNPOISON(p, bytes) ASAN_UNPOISON_MEMORY_REGION(p, bytes)
+#else
+#define STRETCH 1
+#define POISON(p, bytes) ((void)(p), (void)(bytes))
+#define UNPOISON(p, bytes) ((void)(p), (void)(bytes))
+#endif
+
+#define HUGE_BYTES ((size_t)2 << 20)
+
+/* ---- long-lived blocks ---------------------------------------------------------------------- */
+
+static atomic_size_t fault_countdown;
+
+void dpl_fault_alloc(size_t nth)
+{
+    atomic_store(&fault_countdown, nth);
+}
+
+static bool fault_strikes(void)
+{
+    size_t left = atomic_load_explicit(&fault_countdown, memory_order_relaxed);
+    while (left > 0)
+        if (atomic_compare_exchange_weak(&fault_countdown, &left, left - 1)) return left == 1;
+    return false;
+}
+
+void *dpl_alloc(size_t bytes)
+{
+    if (fault_strikes() || bytes > PTRDIFF_MAX) return NULL;
+    const bool huge = bytes >= HUGE_BYTES;
+    void *p = NULL;
+    if (posix_memalign(&p, huge ? HUGE_BYTES : DPL_ALIGN, DPL_MAX(bytes, (size_t)1))) return NULL;
+    // Advice comes before the first touch, else the pages are already small. It may be refused.
+    if (huge) (void)madvise(p, bytes, MADV_HUGEPAGE);
+    memset(p, 0, bytes);
+    return p;
+}
+
+void *dpl_alloc_array(size_t count, size_t size)
+{
+    size_t bytes;
+    if (__builtin_mul_overflow(count, size, &bytes)) return NULL;
+    return dpl_alloc(bytes);
+}
+
+void dpl_free(void *p)
+{
+    free(p);
+}
+
+char *dpl_strdup(const char *text)
+{
+    const size_t bytes = strlen(text) + 1;
+    char *copy = dpl_alloc(bytes);
+    if (copy) memcpy(copy, text, bytes);
+    return copy;
+}
+
+/* ---- step arena ----------------------------------------------------------------------------- */
+
+// All sizes are in planned bytes; the address of offset x is base + x * STRETCH.
+struct dpl_arena {
+    char *base; // on a huge page's boundary, inside the mapping
+    void *mapping;
+    size_t mapping_bytes;
+    size_t reserved, used, peak;
+    size_t touched; // nothing was handed out at or above this since the last trim
+    bool held;
+    // While held: blocks in [dead_from, dead_to) are released in name only.
+    size_t dead_from, dead_to;
+};
+
+dpl_status dpl_arena_open(size_t reserve_bytes, dpl_arena **arena_out)
+{
+    if (reserve_bytes > PTRDIFF_MAX / (2 * STRETCH))
+        return dpl_fail(DPL_ENOMEM, "arena: cannot reserve %zu bytes of addresses", reserve_bytes);
+    dpl_arena *arena = dpl_alloc(sizeof *arena);
+    if (!arena) return dpl_fail(DPL_ENOMEM, "arena: no memory for its %zu bytes", sizeof *arena);
+    arena->reserved = dpl_round_up(reserve_bytes, DPL_ALIGN);
+    arena->mapping_bytes = arena->reserved * STRETCH + HUGE_BYTES;
+    arena->mapping = mmap(NULL, arena->mapping_bytes, PROT_READ | PROT_WRITE,
+                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (arena->mapping == MAP_FAILED) {
+        dpl_free(arena);
+        return dpl_fail(DPL_ENOMEM, "arena: cannot reserve %zu bytes of addresses", reserve_bytes);
+    }
+    (void)madvise(arena->mapping, arena->mapping_bytes, MADV_HUGEPAGE);
+    const uintptr_t start = (uintptr_t)arena->mapping;
+    arena->base = (char *)arena->mapping + (dpl_round_up(start, HUGE_BYTES) - start);
+    *arena_out = arena;
+    return DPL_OK;
+}
+
+void dpl_arena_close(dpl_arena **arena)
+{
+    dpl_arena *a = *arena;
+    if (!a) return;
+    UNPOISON(a->base, a->peak * STRETCH); // The next owner of these addresses expects them clean.
+    munmap(a->mapping, a->mapping_bytes);
+    dpl_free(a);
+    *arena = NULL;
+}
+
+void *dpl_arena_alloc(dpl_arena *arena, size_t bytes)
+{
+    if (bytes > arena->reserved - arena->used) {
+        fprintf(stderr, "dropless: arena: %zu bytes asked for, %zu of %zu reserved are free\n",
+                bytes, arena->reserved - arena->used, arena->reserved);
+        abort();
+    }
+    const size_t rounded = dpl_round_up(bytes, DPL_ALIGN);
+    char *p = arena->base + arena->used * STRETCH;
+    POISON(p, rounded * STRETCH);
+    UNPOISON(p, bytes);
+    arena->used += rounded;
+    arena->peak = DPL_MAX(arena->peak, arena->used);
+    arena->touched = DPL_MAX(arena->touched, arena->used);
+    return p;
+}
+
+size_t dpl_arena_mark(const dpl_arena *arena)
+{
+    return arena->used;
+}
+
+static void release_now(dpl_arena *arena, size_t mark)
+{
+    POISON(arena->base + mark * STRETCH, (arena->used - mark) * STRETCH);
+    arena->used = mark;
+}
+
+void dpl_arena_release(dpl_arena *arena, size_t mark)
+{
+    if (mark > arena->used) {
+        fprintf(stderr, "dropless: arena: release to %zu, but only %zu bytes are in use\n", mark,
+                arena->used);
+        abort();
+    }
+    if (!arena->held) {
+        release_now(arena, mark);
+        return;
+    }
+    // A mark at or below the dead range joins it; one above it stands on a block that still lives.
+    arena->dead_from = mark > arena->dead_to ? mark : DPL_MIN(mark, arena->dead_from);
+    arena->dead_to = arena->used;
+}
+
+bool dpl_arena_owns(const dpl_arena *arena, const void *p)
+{
+    const uintptr_t offset = (uintptr_t)p - (uintptr_t)arena->base; // wraps when p is below
+    return offset < arena->reserved * STRETCH;
+}
+
+size_t dpl_arena_free_bytes(const dpl_arena *arena)
+{
+    return arena->reserved - arena->used;
+}
+
+size_t dpl_arena_peak_bytes(const dpl_arena *arena)
+{
+    return arena->peak;
+}
+
+void dpl_arena_hold(dpl_arena *arena, bool hold)
+{
+    if (hold == arena->held) return;
+    arena->held = hold;
+    if (hold)
+        arena->dead_from = arena->dead_to = arena->used;
+    else if (arena->dead_to == arena->used)
+        release_now(arena, arena->dead_from);
+    // Else a block was taken after the last release: it lives, and so what lies below it stays.
+}
+
+void dpl_arena_trim(dpl_arena *arena, size_t keep_bytes)
+{
+    if (keep_bytes >= arena->touched || arena->used >= arena->touched - keep_bytes) return;
+    // Whole huge pages only: giving back a part would split one that is kept.
+    const size_t from = dpl_round_up((arena->used + keep_bytes) * STRETCH, HUGE_BYTES);
+    const size_t to = arena->touched * STRETCH;
+    if (from >= to) return;
+    (void)madvise(arena->base + from, to - from, MADV_DONTNEED);
+    arena->touched = from / STRETCH;
+}

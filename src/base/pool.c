@@ -1,0 +1,235 @@
+/*
+ * pool.c - the threads that run the tasks of every operator.
+ *
+ * A run opens a gate, and threads that are awake walk in and take task numbers from a counter. The
+ * caller takes tasks too and shuts the gate when none is left, so a thread that wakes too late
+ * costs nothing: it finds the gate shut. A run needs no allocation and, while the threads spin, no
+ * system call. A thread that finds nothing to do for SPIN_S sleeps.
+ */
+#include <linux/futex.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "base/base.h"
+
+#define SPIN_S 50e-6
+#define THREADS_MAX 4096
+#define GATE_OPEN 0x80000000u
+
+typedef struct worker {
+    pthread_t thread;
+    dpl_pool *pool;
+    int i_thread;
+} worker;
+
+struct dpl_pool {
+    int n_threads;
+    pthread_mutex_t busy; // held by the thread whose run it is
+    worker *workers;      // n_threads - 1
+    // The run. Written while the gate is shut and empty, read by those inside only.
+    dpl_task_fn fn;
+    void *arg;
+    size_t n_tasks;
+    // Each on its own cache line: all threads write them.
+    _Alignas(DPL_ALIGN) atomic_size_t next_task;
+    _Alignas(DPL_ALIGN) _Atomic uint32_t gate; // GATE_OPEN | number of workers inside
+    _Alignas(DPL_ALIGN) _Atomic uint32_t n_runs; // what idle workers watch; wraps
+    _Atomic uint32_t n_sleeping;
+    atomic_bool caller_sleeps;
+    atomic_bool quit;
+};
+
+static void relax(void)
+{
+#if defined(__x86_64__)
+    __asm__ volatile("pause");
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+// Sleeps only if *word still is `value`; may return early.
+static void futex_wait(_Atomic uint32_t *word, uint32_t value)
+{
+    syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, NULL, NULL, 0);
+}
+
+static void futex_wake(_Atomic uint32_t *word, int n_threads)
+{
+    syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, n_threads, NULL, NULL, 0);
+}
+
+// Spins until *word differs from `value` (returns true) or SPIN_S has passed.
+static bool spin_while_equal(_Atomic uint32_t *word, uint32_t value)
+{
+    double give_up = 0;
+    for (unsigned i = 1;; i++) {
+        if (atomic_load_explicit(word, memory_order_acquire) != value) return true;
+        relax();
+        if (i % 64) continue; // The clock costs more than a look.
+        const double now = dpl_now();
+        if (give_up == 0)
+            give_up = now + SPIN_S;
+        else if (now > give_up)
+            return false;
+    }
+}
+
+static void take_tasks(dpl_pool *pool, int i_thread)
+{
+    const size_t n_tasks = pool->n_tasks;
+    for (;;) {
+        const size_t i = atomic_fetch_add_explicit(&pool->next_task, 1, memory_order_relaxed);
+        if (i >= n_tasks) return;
+        pool->fn(pool->arg, i, i_thread);
+    }
+}
+
+static bool enter(dpl_pool *pool)
+{
+    uint32_t gate = atomic_load(&pool->gate);
+    while (gate & GATE_OPEN)
+        if (atomic_compare_exchange_weak(&pool->gate, &gate, gate + 1)) return true;
+    return false;
+}
+
+static void leave(dpl_pool *pool)
+{
+    // The last one out of a shut gate wakes the caller. Either this sees caller_sleeps, or the
+    // caller, which sets it first and looks at the gate after, sees the empty gate.
+    if (atomic_fetch_sub(&pool->gate, 1) == 1 && atomic_load(&pool->caller_sleeps))
+        futex_wake(&pool->gate, 1);
+}
+
+static void *work(void *arg)
+{
+    const worker *self = arg;
+    dpl_pool *pool = self->pool;
+    uint32_t seen = 0;
+    for (;;) {
+        if (!spin_while_equal(&pool->n_runs, seen)) {
+            atomic_fetch_add(&pool->n_sleeping, 1);
+            while (atomic_load(&pool->n_runs) == seen) futex_wait(&pool->n_runs, seen);
+            atomic_fetch_sub(&pool->n_sleeping, 1);
+        }
+        seen = atomic_load(&pool->n_runs);
+        if (atomic_load(&pool->quit)) return NULL;
+        if (enter(pool)) {
+            take_tasks(pool, self->i_thread);
+            leave(pool);
+        }
+    }
+}
+
+static void call_workers(dpl_pool *pool, int n_wanted)
+{
+    atomic_fetch_add(&pool->n_runs, 1);
+    if (atomic_load(&pool->n_sleeping) > 0) futex_wake(&pool->n_runs, n_wanted);
+}
+
+static void shut_gate(dpl_pool *pool)
+{
+    uint32_t inside = atomic_fetch_and(&pool->gate, ~GATE_OPEN) & ~GATE_OPEN;
+    while (inside) {
+        if (!spin_while_equal(&pool->gate, inside)) {
+            atomic_store(&pool->caller_sleeps, true);
+            if ((inside = atomic_load(&pool->gate)) != 0) futex_wait(&pool->gate, inside);
+            atomic_store(&pool->caller_sleeps, false);
+        }
+        inside = atomic_load(&pool->gate);
+    }
+}
+
+void dpl_pool_run(dpl_pool *pool, size_t n_tasks, dpl_task_fn fn, void *arg)
+{
+    // A pool that is busy with another thread's run does not keep this caller waiting.
+    if (n_tasks <= 1 || pool->n_threads == 1 || pthread_mutex_trylock(&pool->busy)) {
+        for (size_t i = 0; i < n_tasks; i++) fn(arg, i, 0);
+        return;
+    }
+    pool->fn = fn;
+    pool->arg = arg;
+    pool->n_tasks = n_tasks;
+    atomic_store_explicit(&pool->next_task, 0, memory_order_relaxed);
+    atomic_store(&pool->gate, GATE_OPEN);
+    call_workers(pool, (int)DPL_MIN(n_tasks - 1, (size_t)pool->n_threads - 1));
+    take_tasks(pool, 0);
+    shut_gate(pool);
+    pthread_mutex_unlock(&pool->busy);
+}
+
+static void stop_workers(dpl_pool *pool, int n_workers)
+{
+    atomic_store(&pool->quit, true);
+    call_workers(pool, n_workers);
+    for (int i = 0; i < n_workers; i++) pthread_join(pool->workers[i].thread, NULL);
+}
+
+// Returns how many could be started.
+static int start_workers(dpl_pool *pool)
+{
+    // Signals are for the program's own threads.
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    int n = 0;
+    for (; n < pool->n_threads - 1; n++) {
+        worker *w = &pool->workers[n];
+        w->pool = pool;
+        w->i_thread = n + 1;
+        if (pthread_create(&w->thread, NULL, work, w)) break;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return n;
+}
+
+dpl_status dpl_pool_open(int n_threads, dpl_pool **pool_out)
+{
+    if (n_threads > THREADS_MAX)
+        return dpl_fail(DPL_EINVAL, "pool: %d threads, expected at most %d", n_threads,
+                        THREADS_MAX);
+    if (n_threads <= 0) n_threads = DPL_MIN(dpl_cpus_allowed(), THREADS_MAX);
+    dpl_pool *pool = dpl_alloc(sizeof *pool);
+    if (!pool) return dpl_fail(DPL_ENOMEM, "pool: no memory for %d threads", n_threads);
+    pool->n_threads = n_threads;
+    pool->workers = dpl_alloc_array((size_t)n_threads - 1, sizeof *pool->workers);
+    if (!pool->workers) {
+        dpl_fail(DPL_ENOMEM, "pool: no memory for %d threads", n_threads);
+        goto free_pool;
+    }
+    pthread_mutex_init(&pool->busy, NULL);
+    const int n_started = start_workers(pool);
+    if (n_started < n_threads - 1) {
+        dpl_fail(DPL_ENOMEM, "pool: the system gave %d threads of %d", n_started + 1, n_threads);
+        goto stop;
+    }
+    *pool_out = pool;
+    return DPL_OK;
+
+stop:
+    stop_workers(pool, n_started);
+    pthread_mutex_destroy(&pool->busy);
+    dpl_free(pool->workers);
+free_pool:
+    dpl_free(pool);
+    return DPL_ENOMEM;
+}
+
+void dpl_pool_close(dpl_pool **pool)
+{
+    dpl_pool *p = *pool;
+    if (!p) return;
+    stop_workers(p, p->n_threads - 1);
+    pthread_mutex_destroy(&p->busy);
+    dpl_free(p->workers);
+    dpl_free(p);
+    *pool = NULL;
+}
+
+int dpl_pool_threads(const dpl_pool *pool)
+{
+    return pool->n_threads;
+}

@@ -1,0 +1,90 @@
+/*
+ * status.c - error texts, the log line and the clock.
+ *
+ * The error text belongs to the thread that failed, so two contexts on two threads never read each
+ * other's. A text is formatted aside and copied, because an argument may be the old text itself.
+ */
+#include <stdarg.h>
+#include <stdio.h>
+#include <time.h>
+
+#include "base/base.h"
+
+#define TEXT_BYTES 1024
+
+static _Thread_local char error_text[TEXT_BYTES];
+
+static dpl_log_fn log_fn;
+static void *log_arg;
+
+const char *dpl_status_text(dpl_status status)
+{
+    switch (status) {
+#define STATUS_CASE(name, value, text) \
+    case DPL_##name:                   \
+        return text;
+        DPL_STATUS_MAP(STATUS_CASE)
+#undef STATUS_CASE
+    }
+    return "unknown status";
+}
+
+const char *dpl_error_message(void)
+{
+    return error_text;
+}
+
+dpl_status dpl_fail(dpl_status status, const char *format, ...)
+{
+    char text[TEXT_BYTES];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    memcpy(error_text, text, sizeof text);
+    return status;
+}
+
+dpl_status dpl_fail_in(dpl_status status, const char *format, ...)
+{
+    char text[TEXT_BYTES];
+    va_list args;
+    va_start(args, format);
+    const int written = vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    const size_t used = written < 0 ? 0 : DPL_MIN((size_t)written, sizeof text - 3);
+    const char *found = error_text[0] ? error_text : dpl_status_text(status);
+    // The place is worth more than the end of a long text, so the found text is what gets cut.
+    const size_t n_copied = DPL_MIN(strlen(found), sizeof text - used - 3);
+    memcpy(text + used, ": ", 2);
+    memcpy(text + used + 2, found, n_copied);
+    text[used + 2 + n_copied] = '\0';
+    memcpy(error_text, text, sizeof text);
+    return status;
+}
+
+void dpl_log_sink(dpl_log_fn fn, void *arg)
+{
+    log_fn = fn;
+    log_arg = arg;
+}
+
+void dpl_log(const char *format, ...)
+{
+    char line[TEXT_BYTES];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(line, sizeof line, format, args);
+    va_end(args);
+    if (log_fn)
+        log_fn(log_arg, line);
+    else
+        fprintf(stderr, "%s\n", line);
+}
+
+double dpl_now(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
