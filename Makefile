@@ -1,6 +1,7 @@
 # The two commands: `make train` and `make test`. Everything is built by CMake; this file is thin.
 # `make` gets what is missing (scripts/deps.sh) and leaves the program at build/dropless.
 # `make CC=clang` builds with another compiler, `make install PREFIX=/usr/local` installs.
+MAKEFLAGS += --no-print-directory
 PREFIX ?= /usr/local
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 FUZZ_SECONDS ?= 10
@@ -36,7 +37,7 @@ asan tsan clang: deps-test
 # Each fuzzer runs for a short time from the seeds in tests/corpus/NAME, where there are any.
 fuzz: deps-test
 	cmake --preset fuzz
-	cmake --build build/fuzz -j $(JOBS)
+	cmake --build build/fuzz -j $(JOBS) --target fuzzers
 	scripts/fuzz.sh build/fuzz $(FUZZ_SECONDS)
 
 bench: all

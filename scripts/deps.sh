@@ -36,6 +36,7 @@ for group in "${groups[@]}"; do
         need libcmocka-dev has_header cmocka.h
         need clang has_program clang
         need g++ has_program c++
+        need pkg-config has_program pkg-config
         ;;
     package)
         need dpkg-dev has_program dpkg-shlibdeps
