@@ -11,7 +11,7 @@ trap 'rm -rf "$work"' EXIT
 n_passed=0
 n_failed=0
 for fuzzer in "$build"/fuzz_*; do
-    [ -f "$fuzzer" ] && [ -x "$fuzzer" ] || continue
+    [[ -f $fuzzer && -x $fuzzer ]] || continue
     name=$(basename "$fuzzer")
     mkdir "$work/$name"
     seeds=("$work/$name")
