@@ -1,0 +1,364 @@
+/*
+ * kernels_rows_tmpl.h - the row kernels as plain C, compiled once for each CPU level.
+ *
+ * Included by kernels_rows_LEVEL.c, which only get other compiler flags. Loops are written so that
+ * gcc and clang vectorize them; reductions keep their lanes in a vector type of 16 floats, so the
+ * order of additions is the same on every machine and with every compiler. Between levels only the
+ * contraction of a * b + c into one rounding differs.
+ */
+#include "cpu/kernels_rows.h"
+
+#include <math.h>
+#include <string.h>
+
+// Iterations of these loops are independent even where input and output are the same array.
+#if defined(__clang__)
+#define INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define INDEPENDENT _Pragma("GCC ivdep")
+#endif
+
+#define LANES 16
+typedef float lanes __attribute__((vector_size(LANES * sizeof(float)), may_alias));
+typedef double lanes_f64 __attribute__((vector_size(LANES / 2 * sizeof(double)), may_alias));
+
+static inline uint32_t bits_of(float f)
+{
+    uint32_t u;
+    memcpy(&u, &f, sizeof u);
+    return u;
+}
+
+static inline float float_of(uint32_t u)
+{
+    float f;
+    memcpy(&f, &u, sizeof f);
+    return f;
+}
+
+/* ---- reductions --------------------------------------------------------------------------------- */
+
+// Halves are folded onto each other, so that near lanes meet last.
+static inline float fold(const float *lane)
+{
+    float t[LANES / 2];
+    for (int i = 0; i < LANES / 2; i++) t[i] = lane[i] + lane[i + LANES / 2];
+    return ((t[0] + t[4]) + (t[2] + t[6])) + ((t[1] + t[5]) + (t[3] + t[7]));
+}
+
+// Two registers of lanes hide the latency of the addition; the rest goes into lanes 0, 1, ...
+static float row_sum(const float *x, size_t n)
+{
+    lanes a = {0}, b = {0}, v;
+    size_t i = 0;
+    for (; i + 2 * LANES <= n; i += 2 * LANES) {
+        memcpy(&v, x + i, sizeof v);
+        a += v;
+        memcpy(&v, x + i + LANES, sizeof v);
+        b += v;
+    }
+    a += b;
+    float t[LANES];
+    memcpy(t, &a, sizeof t);
+    for (; i < n; i++) t[i % LANES] += x[i];
+    return fold(t);
+}
+
+static float row_dot(const float *x, const float *y, size_t n)
+{
+    lanes a = {0}, b = {0}, v, w;
+    size_t i = 0;
+    for (; i + 2 * LANES <= n; i += 2 * LANES) {
+        memcpy(&v, x + i, sizeof v);
+        memcpy(&w, y + i, sizeof w);
+        a += v * w;
+        memcpy(&v, x + i + LANES, sizeof v);
+        memcpy(&w, y + i + LANES, sizeof w);
+        b += v * w;
+    }
+    a += b;
+    float t[LANES];
+    memcpy(t, &a, sizeof t);
+    for (; i < n; i++) t[i % LANES] += x[i] * y[i];
+    return fold(t);
+}
+
+static float row_norm_dot(const float *dy, const float *gain, const float *x, size_t n)
+{
+    lanes a = {0}, u, v, w;
+    size_t i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        memcpy(&u, dy + i, sizeof u);
+        memcpy(&v, gain + i, sizeof v);
+        memcpy(&w, x + i, sizeof w);
+        a += u * v * w;
+    }
+    float t[LANES];
+    memcpy(t, &a, sizeof t);
+    for (; i < n; i++) t[i % LANES] += dy[i] * gain[i] * x[i];
+    return fold(t);
+}
+
+static float row_max(const float *x, size_t n)
+{
+    float t[2 * LANES];
+    for (int l = 0; l < 2 * LANES; l++) t[l] = -INFINITY;
+    size_t i = 0;
+    for (; i + 2 * LANES <= n; i += 2 * LANES)
+        for (size_t l = 0; l < 2 * LANES; l++) t[l] = x[i + l] > t[l] ? x[i + l] : t[l];
+    for (; i < n; i++) t[0] = x[i] > t[0] ? x[i] : t[0];
+    for (int l = 1; l < 2 * LANES; l++) t[0] = t[l] > t[0] ? t[l] : t[0];
+    return t[0];
+}
+
+static inline double fold_f64(const double *t)
+{
+    return ((t[0] + t[4]) + (t[2] + t[6])) + ((t[1] + t[5]) + (t[3] + t[7]));
+}
+
+static double row_sum_f64(const float *x, size_t n)
+{
+    double t[LANES / 2] = {0};
+    size_t i = 0;
+    for (; i + LANES / 2 <= n; i += LANES / 2)
+        for (size_t l = 0; l < LANES / 2; l++) t[l] += (double)x[i + l];
+    for (; i < n; i++) t[i % (LANES / 2)] += (double)x[i];
+    return fold_f64(t);
+}
+
+// The square of a float is exact in fp64 and cannot overflow there.
+static double row_sum_squares_f64(const float *x, size_t n)
+{
+    double t[LANES / 2] = {0};
+    size_t i = 0;
+    for (; i + LANES / 2 <= n; i += LANES / 2)
+        for (size_t l = 0; l < LANES / 2; l++) t[l] += (double)x[i + l] * (double)x[i + l];
+    for (; i < n; i++) t[i % (LANES / 2)] += (double)x[i] * (double)x[i];
+    return fold_f64(t);
+}
+
+/* ---- elementwise -------------------------------------------------------------------------------- */
+
+static void row_axpy(float a, const float *x, float *y, size_t n)
+{
+    INDEPENDENT
+    for (size_t i = 0; i < n; i++) y[i] += a * x[i];
+}
+
+static void row_add(const float *a, const float *b, float *y, size_t n)
+{
+    INDEPENDENT
+    for (size_t i = 0; i < n; i++) y[i] = a[i] + b[i];
+}
+
+static void row_scale(float a, float *x, size_t n)
+{
+    for (size_t i = 0; i < n; i++) x[i] *= a;
+}
+
+// exp without branches: x = n ln 2 + r, |r| <= ln 2 / 2, a polynomial for e^r, and 2^n in two
+// factors, so that results down to the smallest subnormal and up to infinity come out right.
+static inline float exp_one(float x)
+{
+    const float magic = 12582912.0f; // 1.5 * 2^23: adding it rounds to an integer in the low bits
+    x = x < -104.0f ? -104.0f : x;   // The comparisons are false for NaN, which goes through.
+    x = x > 89.0f ? 89.0f : x;
+    const float t = x * 1.44269504088896341f + magic;
+    const float n = t - magic;
+    float r = x - n * 0.693145751953125f; // ln 2 in two parts, the first times n is exact
+    r = r - n * 1.42860682030941723e-6f;
+    float p = 1.0f / 5040;
+    p = p * r + 1.0f / 720;
+    p = p * r + 1.0f / 120;
+    p = p * r + 1.0f / 24;
+    p = p * r + 1.0f / 6;
+    p = p * r + 0.5f;
+    p = p * (r * r) + r;
+    p = p + 1.0f;
+    const uint32_t k = bits_of(t) - bits_of(magic) + 512; // n + 512 > 0; NaN: any bits will do
+    const uint32_t half = k >> 1;
+    return p * float_of((half - 256 + 127) << 23) * float_of((k - half - 256 + 127) << 23);
+}
+
+static float row_exp_sub_sum(const float *x, float sub, float *y, size_t n)
+{
+    float total = 0;
+    const size_t block = 1024; // stays in the first cache for the sum
+    for (size_t first = 0; first < n; first += block) {
+        const size_t count = n - first < block ? n - first : block;
+        const float *xb = x + first;
+        float *yb = y + first;
+        INDEPENDENT
+        for (size_t i = 0; i < count; i++) yb[i] = exp_one(xb[i] - sub);
+        total += row_sum(yb, count);
+    }
+    return total;
+}
+
+static inline float sigmoid_one(float x) { return 1.0f / (1.0f + exp_one(-x)); }
+
+static void row_sigmoid(const float *x, float *y, size_t n)
+{
+    INDEPENDENT
+    for (size_t i = 0; i < n; i++) y[i] = sigmoid_one(x[i]);
+}
+
+static void row_to_bf16(const float *x, uint16_t *y, size_t n)
+{
+    INDEPENDENT
+    for (size_t i = 0; i < n; i++) {
+        const uint32_t u = bits_of(x[i]);
+        const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+        const uint32_t nan = (u >> 16) | 0x40u;
+        y[i] = (uint16_t)((u & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
+    }
+}
+
+static void row_from_bf16(const uint16_t *x, float *y, size_t n)
+{
+    INDEPENDENT
+    for (size_t i = 0; i < n; i++) y[i] = float_of((uint32_t)x[i] << 16);
+}
+
+/* ---- RMSNorm and RoPE --------------------------------------------------------------------------- */
+
+static void row_norm_forward(const float *x, const float *gain, float rstd, float *y, size_t n)
+{
+    INDEPENDENT
+    for (size_t i = 0; i < n; i++) y[i] = x[i] * rstd * gain[i];
+}
+
+static void row_norm_backward(const float *dy, const float *gain, const float *x, float rstd, float c,
+                              bool accumulate, float *dx, float *dgain, size_t n)
+{
+    INDEPENDENT
+    for (size_t i = 0; i < n; i++) dgain[i] += dy[i] * (x[i] * rstd);
+    if (accumulate) {
+        INDEPENDENT
+        for (size_t i = 0; i < n; i++) dx[i] += rstd * (dy[i] * gain[i]) - c * x[i];
+    } else {
+        INDEPENDENT
+        for (size_t i = 0; i < n; i++) dx[i] = rstd * (dy[i] * gain[i]) - c * x[i];
+    }
+}
+
+static void row_rope_split(const float *cos, const float *sin, float sign, float *lo, float *hi,
+                           size_t n)
+{
+    INDEPENDENT
+    for (size_t i = 0; i < n; i++) {
+        const float a = lo[i], b = hi[i], s = sign * sin[i];
+        lo[i] = a * cos[i] - b * s;
+        hi[i] = b * cos[i] + a * s;
+    }
+}
+
+static void row_rope_pairs(const float *cos, const float *sin, float sign, float *x, size_t n)
+{
+    INDEPENDENT
+    for (size_t i = 0; i < n; i++) {
+        const float a = x[2 * i], b = x[2 * i + 1], s = sign * sin[i];
+        x[2 * i] = a * cos[i] - b * s;
+        x[2 * i + 1] = b * cos[i] + a * s;
+    }
+}
+
+/* ---- SwiGLU: gate_up comes in blocks of 16 gate and 16 up columns ------------------------------- */
+
+static inline void swiglu_block(const float *g, float w, float *h)
+{
+    INDEPENDENT
+    for (int l = 0; l < LANES; l++) h[l] = g[l] * sigmoid_one(g[l]) * g[l + LANES] * w;
+}
+
+static void row_swiglu_forward(const float *gate_up, float w, float *h, size_t f)
+{
+    size_t i = 0;
+    for (; i + LANES <= f; i += LANES) swiglu_block(gate_up + 2 * i, w, h + i);
+    if (i < f) {
+        float t[LANES];
+        swiglu_block(gate_up + 2 * i, w, t);
+        memcpy(h + i, t, (f - i) * sizeof *h);
+    }
+}
+
+// d silu(g) = s * (1 + g * (1 - s)), s = sigmoid(g)
+static inline void swiglu_grad_block(const float *dh, const float *g, float w, float *dg, float *acc)
+{
+    INDEPENDENT
+    for (int l = 0; l < LANES; l++) {
+        const float gate = g[l], up = g[l + LANES], d = dh[l] * w;
+        const float s = sigmoid_one(gate), silu = gate * s;
+        acc[l] += dh[l] * (silu * up);
+        dg[l] = d * up * (s * (1.0f + gate * (1.0f - s)));
+        dg[l + LANES] = d * silu;
+    }
+}
+
+static float row_swiglu_backward(const float *dh, const float *gate_up, float w, float *dgate_up,
+                                 size_t f)
+{
+    float acc[LANES] = {0};
+    size_t i = 0;
+    for (; i + LANES <= f; i += LANES)
+        swiglu_grad_block(dh + i, gate_up + 2 * i, w, dgate_up + 2 * i, acc);
+    if (i < f) { // The padding may hold anything: compute on copies where it is 0.
+        const size_t rest = f - i;
+        float d[LANES] = {0}, g[2 * LANES] = {0}, dg[2 * LANES] = {0};
+        memcpy(d, dh + i, rest * sizeof *d);
+        memcpy(g, gate_up + 2 * i, rest * sizeof *g);
+        memcpy(g + LANES, gate_up + 2 * i + LANES, rest * sizeof *g);
+        swiglu_grad_block(d, g, w, dg, acc);
+        memset(dgate_up + 2 * i, 0, sizeof dg);
+        memcpy(dgate_up + 2 * i, dg, rest * sizeof *dg);
+        memcpy(dgate_up + 2 * i + LANES, dg + LANES, rest * sizeof *dg);
+    }
+    return fold(acc);
+}
+
+/* ---- optimizer ---------------------------------------------------------------------------------- */
+
+// Where all of a gradient's history is 0 the update is the decay alone, even with eps = 0.
+static void row_adamw(const dpl_adamw_rule *rule, const float *grad, float *param, float *m, float *v,
+                      size_t n)
+{
+    const dpl_adamw_rule a = *rule;
+    INDEPENDENT
+    for (size_t i = 0; i < n; i++) {
+        const float g = grad[i] * a.grad_scale;
+        const float mi = a.b1 * m[i] + a.c1 * g;
+        const float vi = a.b2 * v[i] + a.c2 * (g * g);
+        const float den = sqrtf(vi / a.correct2 + a.eps_root) + a.eps;
+        const float num = mi / a.correct1;
+        const float u = num / (den == 0.0f ? 1.0f : den) + a.decay * param[i];
+        m[i] = mi;
+        v[i] = vi;
+        param[i] -= a.lr * u;
+    }
+}
+
+static void fill(dpl_row_kernels *k)
+{
+    *k = (dpl_row_kernels){
+        .max = row_max,
+        .sum = row_sum,
+        .dot = row_dot,
+        .sum_f64 = row_sum_f64,
+        .sum_squares_f64 = row_sum_squares_f64,
+        .axpy = row_axpy,
+        .add = row_add,
+        .scale = row_scale,
+        .exp_sub_sum = row_exp_sub_sum,
+        .sigmoid = row_sigmoid,
+        .to_bf16 = row_to_bf16,
+        .from_bf16 = row_from_bf16,
+        .norm_forward = row_norm_forward,
+        .norm_dot = row_norm_dot,
+        .norm_backward = row_norm_backward,
+        .rope_split = row_rope_split,
+        .rope_pairs = row_rope_pairs,
+        .swiglu_forward = row_swiglu_forward,
+        .swiglu_backward = row_swiglu_backward,
+        .adamw = row_adamw,
+    };
+}
