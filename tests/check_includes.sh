@@ -8,7 +8,7 @@ cd "${1:-$(dirname "$0")/..}"
 
 max_function_lines=90
 max_kernel_lines=150 # Kernels are long because they are unrolled, not because they decide much.
-max_line=120
+max_line=130
 max_total_lines=12000
 
 declare -A may_include=(
@@ -90,7 +90,7 @@ report "mpi.h belongs to src/comm" < <(search '#[ ]*include[ ]*[<"]mpi[.]h' "${n
 report "the library must not end the process" < <(search \
     '(^|[^A-Za-z0-9_.>])(exit|_exit|_Exit|quick_exit)[ ]*[(]' "${sources[@]}")
 report "open work does not belong on main" < <(
-    [ ${#code[@]} -eq 0 ] || grep -nE '(TODO|FIXME|XXX)' "${code[@]}" || true)
+    [ ${#code[@]} -eq 0 ] || grep -nwE "TODO|FIXME|XXX" "${code[@]}" || true)
 report "no -ffast-math: it breaks comparisons and NaN checks" < <(
     grep -nE 'ffast-math|funsafe-math|Ofast' CMakeLists.txt CMakePresets.json || true)
 report "lines have at most $max_line columns" < <(
