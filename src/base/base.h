@@ -83,7 +83,8 @@ void dpl_arena_trim(dpl_arena *arena, size_t keep_bytes);
 
 // Runs tasks 0..n_tasks-1, each exactly once, on the calling thread and the pool's own; returns when
 // all are done. Which thread runs a task is not fixed, so a task's result must not depend on it.
-// i_thread is 0..n_threads-1, for scratch memory. Tasks must not call dpl_pool_run.
+// i_thread is 0..n_threads-1, for scratch memory of this run. Tasks must not call dpl_pool_run.
+// While one thread's run is going on, a run of another thread happens on that thread alone.
 typedef struct dpl_pool dpl_pool;
 typedef void (*dpl_task_fn)(void *arg, size_t i_task, int i_thread);
 // n_threads <= 0: as many as this process may use (affinity and cgroup quota). 1 creates no thread.

@@ -6,6 +6,7 @@
  * costs nothing: it finds the gate shut. A run needs no allocation and, while the threads spin, no
  * system call. A thread that finds nothing to do for SPIN_S sleeps.
  */
+#include <limits.h>
 #include <linux/futex.h>
 #include <pthread.h>
 #include <signal.h>
@@ -127,7 +128,11 @@ static void *work(void *arg)
 static void call_workers(dpl_pool *pool, int n_wanted)
 {
     atomic_fetch_add(&pool->n_runs, 1);
-    if (atomic_load(&pool->n_sleeping) > 0) futex_wake(&pool->n_runs, n_wanted);
+    // Threads that spin come by themselves; only the rest is worth a system call. One that counts
+    // as spinning and is about to sleep looks at n_runs once more before it does.
+    const int n_asleep = (int)atomic_load(&pool->n_sleeping);
+    const int n_to_wake = n_wanted - (pool->n_threads - 1 - n_asleep);
+    if (n_to_wake > 0) futex_wake(&pool->n_runs, n_to_wake);
 }
 
 static void shut_gate(dpl_pool *pool)
@@ -164,7 +169,8 @@ void dpl_pool_run(dpl_pool *pool, size_t n_tasks, dpl_task_fn fn, void *arg)
 static void stop_workers(dpl_pool *pool, int n_workers)
 {
     atomic_store(&pool->quit, true);
-    call_workers(pool, n_workers);
+    atomic_fetch_add(&pool->n_runs, 1);
+    futex_wake(&pool->n_runs, INT_MAX);
     for (int i = 0; i < n_workers; i++) pthread_join(pool->workers[i].thread, NULL);
 }
 
