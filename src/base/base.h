@@ -44,7 +44,8 @@ dpl_status dpl_fail_in(dpl_status status, const char *format, ...)
 /* ---- log: one line to the sink (stderr by default), for notices and warnings ---------------- */
 
 typedef void (*dpl_log_fn)(void *arg, const char *line);
-void dpl_log_sink(dpl_log_fn fn, void *arg); // fn NULL: stderr again. Not thread-safe: set at start.
+// fn NULL: stderr again. Not thread-safe: set at start.
+void dpl_log_sink(dpl_log_fn fn, void *arg);
 void dpl_log(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
 double dpl_now(void); // monotonic seconds
@@ -74,15 +75,15 @@ bool dpl_arena_owns(const dpl_arena *arena, const void *p);
 size_t dpl_arena_free_bytes(const dpl_arena *arena);
 size_t dpl_arena_peak_bytes(const dpl_arena *arena);
 // While held, release keeps its blocks alive (a deferred context has operators that use them);
-// letting go performs the last release asked for.
+// letting go performs what was asked for, except below a block that was taken since and lives.
 void dpl_arena_hold(dpl_arena *arena, bool hold);
 // Gives memory above the current mark back to the system where it exceeds keep_bytes.
 void dpl_arena_trim(dpl_arena *arena, size_t keep_bytes);
 
 /* ---- threads -------------------------------------------------------------------------------- */
 
-// Runs tasks 0..n_tasks-1, each exactly once, on the calling thread and the pool's own; returns when
-// all are done. Which thread runs a task is not fixed, so a task's result must not depend on it.
+// Runs tasks 0..n_tasks-1, each exactly once, on the calling thread and the pool's own; returns
+// when all are done. Which thread runs a task is not fixed, so its result must not depend on it.
 // i_thread is 0..n_threads-1, for scratch memory of this run. Tasks must not call dpl_pool_run.
 // While one thread's run is going on, a run of another thread happens on that thread alone.
 typedef struct dpl_pool dpl_pool;
