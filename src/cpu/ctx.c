@@ -1,0 +1,163 @@
+// ctx.c - the operator context: opens threads, arena and scratch, runs operators now or (deferred) later.
+//
+// The deferred queue stands in for a device's stream: it is drained in order by whoever waits. Outputs that lie
+// in the step arena are poisoned when the operator is queued, and the arena keeps released blocks alive meanwhile.
+#include "cpu/ctx.h"
+
+#include <unistd.h>
+
+#include "cpu/kernels.h"
+
+#define SCRATCH_BYTES ((size_t)4 << 20)
+#define QUEUE_MAX 256 // a full queue is drained: long steps need no more memory
+
+typedef struct queued_op {
+    dpl_op_fn fn;
+    dpl_phase phase;
+    _Alignas(16) uint8_t args[DPL_OP_ARGS_MAX];
+} queued_op;
+
+struct dpl_queue {
+    size_t n;
+    queued_op ops[QUEUE_MAX];
+};
+
+const char *dpl_phase_name(dpl_phase phase)
+{
+    static const char *const names[] = {
+#define NAME(id, name) name,
+        DPL_PHASE_MAP(NAME)
+#undef NAME
+    };
+    return names[phase];
+}
+
+dpl_status dpl_ctx_create(int n_threads, bool deferred, size_t step_bytes, dpl_ctx **ctx_out)
+{
+    dpl_cpu_level level;
+    DPL_TRY(dpl_cpu_level_detect(&level));
+    dpl_ctx *ctx = dpl_alloc(sizeof *ctx);
+    if (!ctx) return dpl_fail(DPL_ENOMEM, "no memory for a context");
+    ctx->level = level;
+    ctx->kernels = dpl_cpu_kernels(level);
+    ctx->scratch_bytes = SCRATCH_BYTES;
+    if (step_bytes == 0)
+        step_bytes = 4 * (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE);
+    dpl_status status = dpl_pool_open(n_threads, &ctx->pool);
+    if (status == DPL_OK) status = dpl_arena_open(step_bytes, &ctx->arena);
+    if (status == DPL_OK) {
+        ctx->scratch = dpl_alloc_array((size_t)dpl_pool_threads(ctx->pool), SCRATCH_BYTES);
+        if (deferred) ctx->queue = dpl_alloc(sizeof *ctx->queue);
+        if (!ctx->scratch || (deferred && !ctx->queue))
+            status = dpl_fail(DPL_ENOMEM, "no memory for the scratch of %d threads",
+                              dpl_pool_threads(ctx->pool));
+    }
+    if (status != DPL_OK) {
+        dpl_ctx_close(&ctx);
+        return status;
+    }
+    if (deferred) dpl_arena_hold(ctx->arena, true);
+    *ctx_out = ctx;
+    return DPL_OK;
+}
+
+dpl_status dpl_ctx_open(int n_threads, dpl_ctx **ctx_out)
+{
+    if (!ctx_out) return dpl_fail(DPL_EINVAL, "dpl_ctx_open: ctx_out is NULL");
+    if (n_threads < 0 || n_threads > 4096)
+        return dpl_fail(DPL_EINVAL, "threads=%d, expected 0 (all that this process may use) to 4096",
+                        n_threads);
+    return dpl_ctx_create(n_threads, false, 0, ctx_out);
+}
+
+void dpl_ctx_close(dpl_ctx **ctx)
+{
+    if (!ctx || !*ctx) return;
+    if ((*ctx)->queue) dpl_ctx_wait(*ctx);
+    dpl_pool_close(&(*ctx)->pool);
+    dpl_arena_close(&(*ctx)->arena);
+    dpl_free((*ctx)->scratch);
+    dpl_free((*ctx)->queue);
+    dpl_free(*ctx);
+    *ctx = NULL;
+}
+
+int dpl_ctx_threads(const dpl_ctx *ctx)
+{
+    return ctx ? dpl_pool_threads(ctx->pool) : 0;
+}
+
+const char *dpl_ctx_cpu_level(const dpl_ctx *ctx)
+{
+    return ctx ? dpl_cpu_level_name(ctx->level) : "";
+}
+
+static void run(dpl_ctx *ctx, dpl_phase phase, dpl_op_fn fn, const void *args)
+{
+    const double start = dpl_now();
+    fn(ctx, args);
+    ctx->phase_s[phase] += dpl_now() - start;
+}
+
+static void drain(dpl_ctx *ctx)
+{
+    for (size_t i = 0; i < ctx->queue->n; i++) {
+        const queued_op *op = &ctx->queue->ops[i];
+        run(ctx, op->phase, op->fn, op->args);
+    }
+    ctx->queue->n = 0;
+}
+
+void dpl_ctx_submit(dpl_ctx *ctx, dpl_op_fn fn, const void *args, size_t args_bytes,
+                    const dpl_span *outputs, size_t n_outputs)
+{
+    if (!ctx->queue) {
+        run(ctx, ctx->phase, fn, args);
+        return;
+    }
+    if (ctx->queue->n == QUEUE_MAX) drain(ctx);
+    for (size_t i = 0; i < n_outputs; i++)
+        if (dpl_arena_owns(ctx->arena, outputs[i].p)) memset(outputs[i].p, 0xff, outputs[i].bytes);
+    queued_op *op = &ctx->queue->ops[ctx->queue->n++];
+    op->fn = fn;
+    op->phase = ctx->phase;
+    memcpy(op->args, args, args_bytes);
+}
+
+void dpl_ctx_wait(dpl_ctx *ctx)
+{
+    if (!ctx->queue) return;
+    drain(ctx);
+    // Nothing uses a released block any more: perform the releases that were put off.
+    dpl_arena_hold(ctx->arena, false);
+    dpl_arena_hold(ctx->arena, true);
+}
+
+void dpl_ctx_read(dpl_ctx *ctx, void *host, const void *device, size_t bytes)
+{
+    dpl_ctx_wait(ctx);
+    memcpy(host, device, bytes);
+}
+
+void *dpl_ctx_alloc(dpl_ctx *ctx, size_t bytes) { return dpl_arena_alloc(ctx->arena, bytes); }
+size_t dpl_ctx_mark(const dpl_ctx *ctx) { return dpl_arena_mark(ctx->arena); }
+void dpl_ctx_release(dpl_ctx *ctx, size_t mark) { dpl_arena_release(ctx->arena, mark); }
+
+typedef struct rows_task {
+    size_t n_rows, grain;
+    dpl_rows_fn fn;
+    void *arg;
+} rows_task;
+
+static void run_rows(void *p, size_t i_task, int i_thread)
+{
+    const rows_task *task = p;
+    const size_t first = i_task * task->grain;
+    task->fn(task->arg, first, DPL_MIN(task->grain, task->n_rows - first), i_task, i_thread);
+}
+
+void dpl_ctx_rows(dpl_ctx *ctx, size_t n_rows, size_t grain, dpl_rows_fn fn, void *arg)
+{
+    rows_task task = {n_rows, grain ? grain : 1, fn, arg};
+    dpl_pool_run(ctx->pool, dpl_div_up(n_rows, task.grain), run_rows, &task);
+}

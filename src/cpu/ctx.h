@@ -1,0 +1,89 @@
+/*
+ * ctx.h - the context that every operator takes: threads, kernel table, step memory, phase clock.
+ *
+ * Operators are submitted, not called: nothing may assume that an operator has finished before
+ * dpl_ctx_wait() or dpl_ctx_read() says so. On the plain context an operator runs at once. A deferred
+ * context (for tests) queues operators and poisons their outputs until somebody waits, which shows
+ * every place that reads a result too early; a device would behave in the same way.
+ */
+#ifndef DPL_CTX_H
+#define DPL_CTX_H
+
+#include "base/base.h"
+
+typedef struct dpl_kernels dpl_kernels; // kernels.h
+
+// Where a step's time goes; `step_profile=true` prints one row a phase.
+#define DPL_PHASE_MAP(X)                                                                    \
+    X(OTHER, "other") X(GMM, "grouped_gemm") X(GEMM, "dense_gemm") X(ATTENTION, "attention") \
+    X(ROUTER, "router") X(DISPATCH, "dispatch") X(COMBINE, "combine") X(NORM, "norm")        \
+    X(SWIGLU, "swiglu") X(EMBED, "embedding") X(LOSS, "head_loss") X(OPTIMIZER, "optimizer")
+typedef enum dpl_phase {
+#define DPL_PHASE_ENUM(id, name) DPL_PHASE_##id,
+    DPL_PHASE_MAP(DPL_PHASE_ENUM)
+#undef DPL_PHASE_ENUM
+    DPL_PHASE_N
+} dpl_phase;
+const char *dpl_phase_name(dpl_phase phase);
+
+struct dpl_ctx {
+    dpl_pool *pool;
+    const dpl_kernels *kernels;
+    dpl_cpu_level level;
+    dpl_arena *arena;           // the step's memory; operators take temporary buffers from it too
+    size_t scratch_bytes;       // per thread
+    uint8_t *scratch;           // n_threads blocks of scratch_bytes, for use inside one task
+    struct dpl_queue *queue;    // NULL: operators run at once
+    double phase_s[DPL_PHASE_N]; // time spent by operators since the owner last cleared it
+    dpl_phase phase;            // what operators are counted under now
+};
+
+// `step_bytes` is the address space reserved for the step arena (0: four times physical memory).
+dpl_status dpl_ctx_create(int n_threads, bool deferred, size_t step_bytes, dpl_ctx **ctx_out);
+
+// Sets the phase for what follows and returns the one before, to be set again by the caller.
+static inline dpl_phase dpl_ctx_phase(dpl_ctx *ctx, dpl_phase phase)
+{
+    const dpl_phase before = ctx->phase;
+    ctx->phase = phase;
+    return before;
+}
+
+/* ---- for operators ---- */
+
+typedef struct dpl_span {
+    void *p;
+    size_t bytes;
+} dpl_span;
+
+typedef void (*dpl_op_fn)(dpl_ctx *ctx, const void *args);
+#define DPL_OP_ARGS_MAX 320
+
+// Runs `fn(ctx, args)` now, or queues a copy of args. `outputs` are the blocks that the operator writes
+// entirely without reading them (never list an accumulated or in-place block).
+void dpl_ctx_submit(dpl_ctx *ctx, dpl_op_fn fn, const void *args, size_t args_bytes,
+                    const dpl_span *outputs, size_t n_outputs);
+
+// Scratch of this thread inside a task, scratch_bytes long.
+static inline void *dpl_ctx_scratch(const dpl_ctx *ctx, int i_thread)
+{
+    return ctx->scratch + (size_t)i_thread * ctx->scratch_bytes;
+}
+
+// Inside an operator: splits rows 0..n_rows into chunks of `grain` rows, whatever the number of
+// threads, and runs fn(arg, first, count, i_chunk, i_thread) for each.
+typedef void (*dpl_rows_fn)(void *arg, size_t first, size_t count, size_t i_chunk, int i_thread);
+void dpl_ctx_rows(dpl_ctx *ctx, size_t n_rows, size_t grain, dpl_rows_fn fn, void *arg);
+
+/* ---- for callers of operators ---- */
+
+void dpl_ctx_wait(dpl_ctx *ctx); // until everything submitted has finished
+// The explicit read-back: waits, then copies from an operator's output to host memory.
+void dpl_ctx_read(dpl_ctx *ctx, void *host, const void *device, size_t bytes);
+
+// A block of the step arena. Released by mark, in stack order (dpl_ctx_mark, dpl_ctx_release).
+void *dpl_ctx_alloc(dpl_ctx *ctx, size_t bytes);
+size_t dpl_ctx_mark(const dpl_ctx *ctx);
+void dpl_ctx_release(dpl_ctx *ctx, size_t mark);
+
+#endif

@@ -1,0 +1,98 @@
+/*
+ * moe.h - one dropless MoE layer: router -> permute -> dispatch -> experts -> combine, and back.
+ *
+ * One file a step, in the order of the data path. Nothing is dropped at any load and memory is used for
+ * exactly the rows that arrive. What the forward pass keeps for the backward pass belongs to the caller
+ * (dpl_moe_saved), not to the layer: forward and backward calls of any layers may interleave.
+ * Parameter gradients accumulate (+=), activation gradients are written (=) unless said otherwise.
+ */
+#ifndef DPL_MOE_H
+#define DPL_MOE_H
+
+#include "comm/comm.h"
+#include "cpu/ops.h"
+
+typedef struct dpl_moe_shape {
+    size_t d, f, shared_f;   // shared_f 0: no shared expert; else its width (n_shared * f)
+    dpl_route_rule rule;     // E and K are in it
+    size_t first_expert, n_local; // experts of this rank
+    dpl_dtype dtype;         // of activations between GEMMs: F32, or BF16 (bf16 operands everywhere but the router)
+} dpl_moe_shape;
+
+typedef struct dpl_moe_weights {
+    dpl_weight router;                      // (E, D) F32 always
+    const float *bias;                      // (E) or NULL; F32 always
+    dpl_weight gate_up, down;               // (EL, 2*round_up(F,16), D) interleaved by 16; (EL, D, F)
+    dpl_weight shared_gate_up, shared_down; // one group each; unused when shared_f is 0
+} dpl_moe_weights;
+
+typedef struct dpl_moe_grads { // same layouts, F32, accumulated. NULL: not wanted
+    float *router, *gate_up, *down, *shared_gate_up, *shared_down;
+} dpl_moe_grads;
+
+// The expert-parallel exchange of one call (the contract of design section 5).
+typedef struct dpl_ep {
+    size_t n_tokens, top_k, n_local;
+    size_t n_rows;          // N: rows received, host
+    int64_t *offsets;       // (EL + 1), device
+    int32_t *slot_row;      // (T*K): row of a slot, -1 skipped
+    int32_t *row_slot;      // (N)
+    int64_t *counts;        // (E) host: tokens of this rank that chose each expert
+} dpl_ep;
+
+typedef struct dpl_moe_saved {
+    size_t n_tokens, n_rows;
+    float *logits, *score; // (T, E)
+    int32_t *ids;          // (T, K), -1: skipped
+    float *weights;        // (T, K)
+    dpl_ep ep;
+    dpl_mat rows;          // (N, D)   moe_x_sorted
+    float *row_weight;     // (N)
+    dpl_mat gate_up;       // (N, 2F') moe_mlpwi
+    dpl_mat hidden;        // (N, F)   after SwiGLU and router weight
+    dpl_mat shared_gate_up, shared_hidden;
+    double aux[2];         // balance loss and router z-loss, host, weighted
+} dpl_moe_saved;
+
+/* ---- router.c ---- */
+// Logits, choice, weights; auxiliary losses if aux is not NULL. DPL_ENUMERIC names the token whose logits are not finite.
+dpl_status dpl_router_forward(dpl_ctx *ctx, const dpl_moe_shape *shape, const dpl_moe_weights *weights, dpl_mat x,
+                              size_t n_tokens, const int32_t *segment, const dpl_aux *aux, dpl_moe_saved *saved);
+// dx (T, D) F32 += ; dweights (T, K) from the experts.
+void dpl_router_backward(dpl_ctx *ctx, const dpl_moe_shape *shape, const dpl_moe_weights *weights, dpl_mat x,
+                         const dpl_aux *aux, const dpl_moe_saved *saved, const float *dweights, dpl_mat dx,
+                         float *drouter);
+
+/* ---- permute.c, dispatch.c, combine.c ---- */
+// ids (T, K) in [0, E) or -1, distinct within a token (checked: DPL_EINVAL names token and ids when check is true).
+dpl_status dpl_ep_prepare(dpl_ctx *ctx, dpl_comm *comm, const dpl_moe_shape *shape, const int32_t *ids,
+                          size_t n_tokens, bool check, dpl_ep *ep_out);
+dpl_status dpl_ep_dispatch(dpl_ctx *ctx, dpl_comm *comm, const dpl_ep *ep, dpl_mat x, const float *weights, size_t d,
+                           dpl_mat rows, float *row_weight);
+dpl_status dpl_ep_combine(dpl_ctx *ctx, dpl_comm *comm, const dpl_ep *ep, dpl_mat rows, size_t d, dpl_mat y);
+// dx (T, D) F32 += sum over k of drows; dw (T, K) = drow_w (0 where skipped; drow_w NULL: zeros)
+dpl_status dpl_ep_dispatch_bwd(dpl_ctx *ctx, dpl_comm *comm, const dpl_ep *ep, dpl_mat drows, const float *drow_w,
+                               size_t d, dpl_mat dx, float *dw);
+dpl_status dpl_ep_combine_bwd(dpl_ctx *ctx, dpl_comm *comm, const dpl_ep *ep, dpl_mat dy, size_t d, dpl_mat drows);
+
+/* ---- experts.c: gate_up GEMM -> SwiGLU (times row weight) -> down GEMM; also the dense MLP (one group) ---- */
+void dpl_experts_forward(dpl_ctx *ctx, dpl_mat rows, const float *row_weight, dpl_groups groups, size_t f,
+                         const dpl_weight *gate_up_w, const dpl_weight *down_w, dpl_mat gate_up, dpl_mat hidden,
+                         dpl_mat y);
+// drows = (or += with accumulate, F32); dgate_up_w, ddown_w += unless NULL. Temporaries come from the arena.
+void dpl_experts_backward(dpl_ctx *ctx, dpl_mat rows, const float *row_weight, dpl_groups groups, size_t f,
+                          const dpl_weight *gate_up_w, const dpl_weight *down_w, dpl_mat gate_up, dpl_mat hidden,
+                          dpl_mat dy, dpl_mat drows, bool accumulate, float *drow_weight, float *dgate_up_w,
+                          float *ddown_w);
+
+/* ---- layer.c: the whole path, shared expert included ---- */
+// y (T, D) = routed + shared. Everything in `saved` is allocated from the step arena, in this call, after it is known.
+dpl_status dpl_moe_forward(dpl_ctx *ctx, dpl_comm *comm, const dpl_moe_shape *shape, const dpl_moe_weights *weights,
+                           dpl_mat x, size_t n_tokens, const int32_t *segment, const dpl_aux *aux,
+                           dpl_moe_saved *saved_out, dpl_mat y);
+// dx (T, D) F32, written. dy is read only.
+dpl_status dpl_moe_backward(dpl_ctx *ctx, dpl_comm *comm, const dpl_moe_shape *shape, const dpl_moe_weights *weights,
+                            dpl_mat x, const dpl_aux *aux, const dpl_moe_saved *saved, dpl_mat dy, dpl_mat dx,
+                            const dpl_moe_grads *grads);
+
+#endif
