@@ -1,6 +1,7 @@
 # The two commands: `make train` and `make test`. Everything is built by CMake; this file is thin.
 # `make` gets what is missing (scripts/deps.sh) and leaves the program at build/dropless.
-# `make CC=clang` builds with another compiler, `make install PREFIX=/usr/local` installs.
+# `make CC=clang` builds with another compiler (until the next CC=, or make clean).
+# `make install PREFIX=/usr/local` installs, `make package` leaves a Debian package in build/.
 MAKEFLAGS += --no-print-directory
 PREFIX ?= /usr/local
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)

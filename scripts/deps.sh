@@ -13,6 +13,11 @@ has_header()
     printf '#include <stdarg.h>\n#include <stddef.h>\n#include <stdint.h>\n#include <setjmp.h>\n%s\n' \
         "#include <$1>" | "$compiler" -E -x c - > /dev/null 2>&1
 }
+links_with_clang() # flag: does a program link with this flag of clang?
+{
+    echo 'int LLVMFuzzerTestOneInput(void) { return 0; }' |
+        clang "$1" -x c - -o /dev/null > /dev/null 2>&1
+}
 
 missing=()
 need() # package check argument
@@ -35,6 +40,7 @@ for group in "${groups[@]}"; do
     test)
         need libcmocka-dev has_header cmocka.h
         need clang has_program clang
+        need libclang-rt-dev links_with_clang -fsanitize=fuzzer,address
         need g++ has_program c++
         need pkg-config has_program pkg-config
         ;;
@@ -53,10 +59,10 @@ done
 echo "dropless needs: ${missing[*]}"
 if ! has_program apt-get; then
     echo "There is no apt-get here. Install the equivalents with your package manager, for example"
-    echo "  Fedora:     dnf install gcc make cmake jansson-devel libyaml-devel libcmocka-devel clang gcc-c++"
-    echo "  Arch:       pacman -S gcc make cmake jansson libyaml cmocka clang"
+    echo "  Fedora:     dnf install gcc make cmake jansson-devel libyaml-devel libcmocka-devel clang compiler-rt gcc-c++"
+    echo "  Arch:       pacman -S gcc make cmake jansson libyaml cmocka clang compiler-rt"
     echo "  openSUSE:   zypper install gcc make cmake libjansson-devel libyaml-devel libcmocka-devel clang gcc-c++"
-    echo "  Alpine:     apk add build-base linux-headers cmake jansson-dev yaml-dev cmocka-dev clang bash"
+    echo "  Alpine:     apk add build-base linux-headers cmake jansson-dev yaml-dev cmocka-dev clang compiler-rt bash"
     exit 1
 fi
 as_root=()
