@@ -128,7 +128,8 @@ static void test_alloc(void **state)
             assert_non_null(p);
             assert_int_equal((uintptr_t)p % (sizes[i] < 2 << 20 ? DPL_ALIGN : 2 << 20), 0);
             size_t n_set = 0;
-            for (size_t k = 0; k < sizes[i]; k++) n_set += p[k] != 0;
+            for (size_t k = 0; k < sizes[i]; k++)
+                n_set += p[k] != 0;
             assert_int_equal(n_set, 0);
             memset(p, 0xff, sizes[i]);
             dpl_free(p);
@@ -259,7 +260,8 @@ static void test_arena_hold(void **state)
         dpl_arena_release(arena, mark);
         assert_int_equal(dpl_arena_mark(arena), mark + 64);
     }
-    for (int i = 0; i < 3; i++) assert_int_equal(scratch[i][63], i);
+    for (int i = 0; i < 3; i++)
+        assert_int_equal(scratch[i][63], i);
     dpl_arena_hold(arena, false);
     assert_int_equal(dpl_arena_mark(arena), 64);
 
@@ -300,7 +302,8 @@ static void test_arena_hold(void **state)
 // Two blocks of half the arena each, above the 4096 bytes that stay.
 static void take_halves(dpl_arena *arena, unsigned char *half_out[2])
 {
-    for (int i = 0; i < 2; i++) half_out[i] = dpl_arena_alloc(arena, (size_t)8 << 20);
+    for (int i = 0; i < 2; i++)
+        half_out[i] = dpl_arena_alloc(arena, (size_t)8 << 20);
 }
 
 static void test_arena_trim(void **state)
@@ -313,7 +316,8 @@ static void test_arena_trim(void **state)
     const size_t mark = dpl_arena_mark(arena);
     memset(low, 5, 4096);
     take_halves(arena, half);
-    for (int i = 0; i < 2; i++) memset(half[i], 6, half_bytes);
+    for (int i = 0; i < 2; i++)
+        memset(half[i], 6, half_bytes);
     dpl_arena_trim(arena, 0); // Nothing is above the mark.
     dpl_arena_release(arena, mark);
     dpl_arena_trim(arena, 2 * half_bytes);
@@ -394,7 +398,8 @@ static void test_arena_poison(void **state)
     char *a = dpl_arena_alloc(arena, 100);
     char *b = dpl_arena_alloc(arena, 64);
     assert_false(__asan_address_is_poisoned(a + 99));
-    for (char *p = a + 100; p < b; p++) assert_true(__asan_address_is_poisoned(p));
+    for (char *p = a + 100; p < b; p++)
+        assert_true(__asan_address_is_poisoned(p));
     assert_true(b - (a + 100) >= 64);
     assert_false(__asan_address_is_poisoned(b + 63));
     assert_true(__asan_address_is_poisoned(b + 64));
@@ -440,7 +445,8 @@ static void run_square(dpl_pool *pool, job *j, size_t n_tasks, unsigned salt)
     memset(j->n_tasks_by_thread, 0, sizeof j->n_tasks_by_thread);
     dpl_pool_run(pool, n_tasks, square, j);
     size_t n_done = 0;
-    for (size_t i = 0; i < DPL_COUNT(j->n_tasks_by_thread); i++) n_done += j->n_tasks_by_thread[i];
+    for (size_t i = 0; i < DPL_COUNT(j->n_tasks_by_thread); i++)
+        n_done += j->n_tasks_by_thread[i];
     if (n_done != n_tasks) fail_msg("%zu tasks run of %zu", n_done, n_tasks);
     for (size_t i = 0; i < TASKS_MAX; i++) {
         const unsigned x = (unsigned)i + salt;
@@ -533,7 +539,8 @@ static void test_pool_slow_tasks(void **state)
     for (int i = 0; i < 10; i++) {
         unsigned n_runs[3] = {0};
         dpl_pool_run(pool, 3, sleep_in_later_task, n_runs);
-        for (int k = 0; k < 3; k++) assert_int_equal(n_runs[k], 1);
+        for (int k = 0; k < 3; k++)
+            assert_int_equal(n_runs[k], 1);
     }
     dpl_pool_close(&pool);
 }
@@ -543,7 +550,8 @@ static void *call_often(void *arg)
     job *j = calloc(1, sizeof *j);
     if (!j) abort();
     j->n_threads = dpl_pool_threads(arg);
-    for (unsigned i = 0; i < 200; i++) run_square(arg, j, 1 + i % 20, i);
+    for (unsigned i = 0; i < 200; i++)
+        run_square(arg, j, 1 + i % 20, i);
     free(j);
     return NULL;
 }
@@ -569,7 +577,8 @@ static void test_pool_callers(void **state)
         if (!pthread_create(&callers[i], NULL, call_often, pool)) pthread_join(callers[i], NULL);
     for (int i = 0; i < 3; i++) // at once
         assert_int_equal(pthread_create(&callers[i], NULL, call_often, pool), 0);
-    for (int i = 0; i < 3; i++) pthread_join(callers[i], NULL);
+    for (int i = 0; i < 3; i++)
+        pthread_join(callers[i], NULL);
     dpl_pool_run(pool, 8, nested, pool); // not allowed, but it must not hang
     dpl_pool_close(&pool);
 }
@@ -606,7 +615,8 @@ static void test_cpus(void **state)
     const int n = dpl_cpus_allowed();
     assert_in_range(n, 1, CPU_COUNT(&before));
     size_t cpu = 0;
-    while (!CPU_ISSET(cpu, &before)) cpu++;
+    while (!CPU_ISSET(cpu, &before))
+        cpu++;
     CPU_ZERO(&one);
     CPU_SET(cpu, &one);
     assert_int_equal(sched_setaffinity(0, sizeof one, &one), 0);
@@ -662,9 +672,16 @@ static void test_cpus_quota(void **state)
     write_file(root, "list", "3:cpuset:/\n");
     assert_int_equal(dpl_cpus_quota(list, root, 64), 64);
 
-    const char *made[] = {"list", "cpu.max", "outer/cpu.max", "outer/inner/cpu.max",
-                          "cpu/cpu.cfs_period_us", "cpu/cpu.cfs_quota_us", "outer/inner", "outer",
-                          "cpu", ""};
+    const char *made[] = {"list",
+                          "cpu.max",
+                          "outer/cpu.max",
+                          "outer/inner/cpu.max",
+                          "cpu/cpu.cfs_period_us",
+                          "cpu/cpu.cfs_quota_us",
+                          "outer/inner",
+                          "outer",
+                          "cpu",
+                          ""};
     for (size_t i = 0; i < DPL_COUNT(made); i++) {
         char path[512];
         snprintf(path, sizeof path, "%s/%s", root, made[i]);
@@ -772,7 +789,8 @@ static void test_hash(void **state)
 {
     (void)state;
     unsigned char data[200];
-    for (size_t i = 0; i < sizeof data; i++) data[i] = (unsigned char)dpl_rng_u64(1, 2, i);
+    for (size_t i = 0; i < sizeof data; i++)
+        data[i] = (unsigned char)dpl_rng_u64(1, 2, i);
     double n_changed = 0, n_flips = 0;
     for (size_t n = 0; n <= 130; n++) {
         const uint64_t hash = dpl_hash64(data, n, 7);
@@ -799,7 +817,8 @@ static void test_hash(void **state)
     const unsigned char zeros[200] = {0};
     for (size_t n = 0; n < 200; n++) {
         seen[n] = dpl_hash64(zeros, n, 0);
-        for (size_t k = 0; k < n; k++) assert_true(seen[k] != seen[n]);
+        for (size_t k = 0; k < n; k++)
+            assert_true(seen[k] != seen[n]);
     }
     unsigned char swapped[128];
     memcpy(swapped, data + 32, 32);
@@ -819,9 +838,8 @@ static void test_hash_is_stable(void **state)
         size_t bytes;
         uint64_t seed, hash;
     } cases[] = {
-        {0, 0, 0x48218226ff3cd4bfu}, {1, 0, 0x8ad2ae970af28843u},
-        {8, 1, 0xc5d3d3c05b34ad0cu}, {31, 0, 0x3480b103529c4e88u},
-        {32, 0, 0xdd4d611b1716ae24u}, {68, 99, 0xad891e4443b9b8d7u},
+        {0, 0, 0x48218226ff3cd4bfu},  {1, 0, 0x8ad2ae970af28843u},  {8, 1, 0xc5d3d3c05b34ad0cu},
+        {31, 0, 0x3480b103529c4e88u}, {32, 0, 0xdd4d611b1716ae24u}, {68, 99, 0xad891e4443b9b8d7u},
     };
     for (size_t i = 0; i < DPL_COUNT(cases); i++) {
         const uint64_t hash = dpl_hash64(text, cases[i].bytes, cases[i].seed);
@@ -880,18 +898,30 @@ static void test_bf16(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_status),           cmocka_unit_test(test_status_long),
-        cmocka_unit_test(test_try_and_log),      cmocka_unit_test(test_alloc),
-        cmocka_unit_test(test_fault),            cmocka_unit_test(test_open_out_of_memory),
-        cmocka_unit_test(test_arena),            cmocka_unit_test(test_arena_hold),
-        cmocka_unit_test(test_arena_trim),       cmocka_unit_test(test_arena_misuse),
-        cmocka_unit_test(test_arena_poison),     cmocka_unit_test(test_pool),
-        cmocka_unit_test(test_pool_open_close),  cmocka_unit_test(test_pool_is_parallel),
-        cmocka_unit_test(test_pool_slow_tasks),  cmocka_unit_test(test_pool_callers),
-        cmocka_unit_test(test_pool_idle_sleeps), cmocka_unit_test(test_cpus),
-        cmocka_unit_test(test_cpus_quota),       cmocka_unit_test(test_cpu_level),
-        cmocka_unit_test(test_rng_known),        cmocka_unit_test(test_rng_distribution),
-        cmocka_unit_test(test_hash),             cmocka_unit_test(test_hash_is_stable),
+        cmocka_unit_test(test_status),
+        cmocka_unit_test(test_status_long),
+        cmocka_unit_test(test_try_and_log),
+        cmocka_unit_test(test_alloc),
+        cmocka_unit_test(test_fault),
+        cmocka_unit_test(test_open_out_of_memory),
+        cmocka_unit_test(test_arena),
+        cmocka_unit_test(test_arena_hold),
+        cmocka_unit_test(test_arena_trim),
+        cmocka_unit_test(test_arena_misuse),
+        cmocka_unit_test(test_arena_poison),
+        cmocka_unit_test(test_pool),
+        cmocka_unit_test(test_pool_open_close),
+        cmocka_unit_test(test_pool_is_parallel),
+        cmocka_unit_test(test_pool_slow_tasks),
+        cmocka_unit_test(test_pool_callers),
+        cmocka_unit_test(test_pool_idle_sleeps),
+        cmocka_unit_test(test_cpus),
+        cmocka_unit_test(test_cpus_quota),
+        cmocka_unit_test(test_cpu_level),
+        cmocka_unit_test(test_rng_known),
+        cmocka_unit_test(test_rng_distribution),
+        cmocka_unit_test(test_hash),
+        cmocka_unit_test(test_hash_is_stable),
         cmocka_unit_test(test_bf16),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

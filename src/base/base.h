@@ -17,13 +17,19 @@
 
 #include "dropless.h"
 
-#define DPL_ALIGN 64 // every block that the project allocates starts on a cache line
-#define DPL_MIN(a, b) ((a) < (b) ? (a) : (b))
-#define DPL_MAX(a, b) ((a) > (b) ? (a) : (b))
+#define DPL_ALIGN        64 // every block that the project allocates starts on a cache line
+#define DPL_MIN(a, b)    ((a) < (b) ? (a) : (b))
+#define DPL_MAX(a, b)    ((a) > (b) ? (a) : (b))
 #define DPL_COUNT(array) (sizeof(array) / sizeof((array)[0]))
 
-static inline size_t dpl_round_up(size_t x, size_t unit) { return (x + unit - 1) / unit * unit; }
-static inline size_t dpl_div_up(size_t x, size_t unit) { return (x + unit - 1) / unit; }
+static inline size_t dpl_round_up(size_t x, size_t unit)
+{
+    return (x + unit - 1) / unit * unit;
+}
+static inline size_t dpl_div_up(size_t x, size_t unit)
+{
+    return (x + unit - 1) / unit;
+}
 
 /* ---- errors: the function that first decides on one words it, its callers only pass it on --- */
 
@@ -35,10 +41,10 @@ dpl_status dpl_fail(dpl_status status, const char *format, ...)
 dpl_status dpl_fail_in(dpl_status status, const char *format, ...)
     __attribute__((format(printf, 2, 3), cold));
 
-#define DPL_TRY(call)                             \
-    do {                                          \
-        const dpl_status status_ = (call);        \
-        if (status_ != DPL_OK) return status_;    \
+#define DPL_TRY(call)                          \
+    do {                                       \
+        const dpl_status status_ = (call);     \
+        if (status_ != DPL_OK) return status_; \
     } while (0)
 
 /* ---- log: one line to the sink (stderr by default), for notices and warnings ---------------- */
@@ -104,7 +110,7 @@ typedef enum dpl_cpu_level {
 #define DPL_CPU_ENUM(id, name) DPL_CPU_##id,
     DPL_CPU_MAP(DPL_CPU_ENUM)
 #undef DPL_CPU_ENUM
-    DPL_CPU_N
+        DPL_CPU_N
 } dpl_cpu_level;
 const char *dpl_cpu_level_name(dpl_cpu_level level);
 // The best level of this machine, capped by the environment's DPL_CPU (ref, avx2, avx512). An
@@ -122,7 +128,10 @@ uint64_t dpl_hash64(const void *data, size_t bytes, uint64_t seed);       // not
 /* ---- number formats ------------------------------------------------------------------------- */
 
 typedef enum dpl_dtype { DPL_F32, DPL_BF16 } dpl_dtype;
-static inline size_t dpl_dtype_bytes(dpl_dtype dtype) { return dtype == DPL_F32 ? 4 : 2; }
+static inline size_t dpl_dtype_bytes(dpl_dtype dtype)
+{
+    return dtype == DPL_F32 ? 4 : 2;
+}
 
 static inline float dpl_bf16_to_f32(uint16_t h)
 {

@@ -22,12 +22,12 @@
 
 #ifdef HAS_ASAN
 #include <sanitizer/asan_interface.h>
-#define STRETCH 2
-#define POISON(p, bytes) ASAN_POISON_MEMORY_REGION(p, bytes)
+#define STRETCH            2
+#define POISON(p, bytes)   ASAN_POISON_MEMORY_REGION(p, bytes)
 #define UNPOISON(p, bytes) ASAN_UNPOISON_MEMORY_REGION(p, bytes)
 #else
-#define STRETCH 1
-#define POISON(p, bytes) ((void)(p), (void)(bytes))
+#define STRETCH            1
+#define POISON(p, bytes)   ((void)(p), (void)(bytes))
 #define UNPOISON(p, bytes) ((void)(p), (void)(bytes))
 #endif
 

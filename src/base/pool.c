@@ -16,9 +16,9 @@
 
 #include "base/base.h"
 
-#define SPIN_S 50e-6
+#define SPIN_S      50e-6
 #define THREADS_MAX 4096
-#define GATE_OPEN 0x80000000u
+#define GATE_OPEN   0x80000000u
 
 typedef struct worker {
     pthread_t thread;
@@ -36,7 +36,7 @@ struct dpl_pool {
     size_t n_tasks;
     // Each on its own cache line: all threads write them.
     _Alignas(DPL_ALIGN) atomic_size_t next_task;
-    _Alignas(DPL_ALIGN) _Atomic uint32_t gate; // GATE_OPEN | number of workers inside
+    _Alignas(DPL_ALIGN) _Atomic uint32_t gate;   // GATE_OPEN | number of workers inside
     _Alignas(DPL_ALIGN) _Atomic uint32_t n_runs; // what idle workers watch; wraps
     _Atomic uint32_t n_sleeping;
     atomic_bool caller_sleeps;
@@ -113,7 +113,8 @@ static void *work(void *arg)
     for (;;) {
         if (!spin_while_equal(&pool->n_runs, seen)) {
             atomic_fetch_add(&pool->n_sleeping, 1);
-            while (atomic_load(&pool->n_runs) == seen) futex_wait(&pool->n_runs, seen);
+            while (atomic_load(&pool->n_runs) == seen)
+                futex_wait(&pool->n_runs, seen);
             atomic_fetch_sub(&pool->n_sleeping, 1);
         }
         seen = atomic_load(&pool->n_runs);
@@ -152,7 +153,8 @@ void dpl_pool_run(dpl_pool *pool, size_t n_tasks, dpl_task_fn fn, void *arg)
 {
     // A pool that is busy with another thread's run does not keep this caller waiting.
     if (n_tasks <= 1 || pool->n_threads == 1 || pthread_mutex_trylock(&pool->busy)) {
-        for (size_t i = 0; i < n_tasks; i++) fn(arg, i, 0);
+        for (size_t i = 0; i < n_tasks; i++)
+            fn(arg, i, 0);
         return;
     }
     pool->fn = fn;
@@ -171,7 +173,8 @@ static void stop_workers(dpl_pool *pool, int n_workers)
     atomic_store(&pool->quit, true);
     atomic_fetch_add(&pool->n_runs, 1);
     futex_wake(&pool->n_runs, INT_MAX);
-    for (int i = 0; i < n_workers; i++) pthread_join(pool->workers[i].thread, NULL);
+    for (int i = 0; i < n_workers; i++)
+        pthread_join(pool->workers[i].thread, NULL);
 }
 
 // Returns how many could be started.

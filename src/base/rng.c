@@ -91,12 +91,16 @@ uint64_t dpl_hash64(const void *data, size_t bytes, uint64_t seed)
     uint64_t hash = avalanche(seed + M0) + (uint64_t)bytes * M2;
     if (left >= 32) {
         uint64_t lane[4];
-        for (unsigned i = 0; i < 4; i++) lane[i] = avalanche(hash + (i + 1) * M0);
+        for (unsigned i = 0; i < 4; i++)
+            lane[i] = avalanche(hash + (i + 1) * M0);
         for (; left >= 32; left -= 32, p += 32)
-            for (unsigned i = 0; i < 4; i++) lane[i] = absorb(lane[i], load64(p + 8 * i));
-        for (unsigned i = 0; i < 4; i++) hash = absorb(hash, avalanche(lane[i]));
+            for (unsigned i = 0; i < 4; i++)
+                lane[i] = absorb(lane[i], load64(p + 8 * i));
+        for (unsigned i = 0; i < 4; i++)
+            hash = absorb(hash, avalanche(lane[i]));
     }
-    for (; left >= 8; left -= 8, p += 8) hash = absorb(hash, avalanche(load64(p)));
+    for (; left >= 8; left -= 8, p += 8)
+        hash = absorb(hash, avalanche(load64(p)));
     if (left > 0) {
         uint64_t tail = 0;
         memcpy(&tail, p, left);
