@@ -39,6 +39,8 @@ struct dpl_comm {
     void *state; // the transport's own
 };
 
+extern const dpl_comm_ops dpl_comm_self; // one rank: a block to itself is a copy
+
 // Opens a transport by name ("self"); an unknown name is DPL_EINVAL with the list of those built in.
 dpl_status dpl_comm_open(const char *transport, const char *spec, dpl_comm **comm_out);
 void dpl_comm_close(dpl_comm **comm);

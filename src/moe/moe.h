@@ -30,6 +30,29 @@ typedef struct dpl_moe_grads { // same layouts, F32, accumulated. NULL: not want
     float *router, *gate_up, *down, *shared_gate_up, *shared_down;
 } dpl_moe_grads;
 
+// Where what is kept for backward lies: memory that the caller brings (dpl_moe_saved_bytes() says how much),
+// or, where a pointer to this is NULL, the step arena.
+typedef struct dpl_moe_memory {
+    uint8_t *p; // DPL_ALIGN-aligned
+    size_t used_bytes;
+} dpl_moe_memory;
+
+static inline void *dpl_moe_keep(dpl_ctx *ctx, dpl_moe_memory *memory, size_t bytes)
+{
+    if (!memory) return dpl_ctx_alloc(ctx, bytes);
+    void *p = memory->p + memory->used_bytes;
+    memory->used_bytes += dpl_round_up(bytes, DPL_ALIGN);
+    return p;
+}
+
+// What the host must know of a routing, computed by operators and read back in one piece.
+typedef struct dpl_moe_report {
+    double aux[2];     // balance loss and router z-loss, weighted
+    int32_t bad_row;   // the first token whose logits are not finite, or -1
+    int32_t unused;
+    int64_t offsets[]; // (E + 1)
+} dpl_moe_report;
+
 // The expert-parallel exchange of one call (the contract of design section 5).
 typedef struct dpl_ep {
     size_t n_tokens, top_k, n_local;
@@ -38,8 +61,10 @@ typedef struct dpl_ep {
     int32_t *slot_row;      // (T*K): row of a slot, -1 skipped
     int32_t *row_slot;      // (N)
     int64_t *counts;        // (E) host: tokens of this rank that chose each expert
+    dpl_moe_report *report; // device; offsets points into it
 } dpl_ep;
 
+// Belongs to the caller: any number of calls may be between forward and backward.
 typedef struct dpl_moe_saved {
     size_t n_tokens, n_rows;
     float *logits, *score; // (T, E)
@@ -55,9 +80,11 @@ typedef struct dpl_moe_saved {
 } dpl_moe_saved;
 
 /* ---- router.c ---- */
-// Logits, choice, weights; auxiliary losses if aux is not NULL. DPL_ENUMERIC names the token whose logits are not finite.
-dpl_status dpl_router_forward(dpl_ctx *ctx, const dpl_moe_shape *shape, const dpl_moe_weights *weights, dpl_mat x,
-                              size_t n_tokens, const int32_t *segment, const dpl_aux *aux, dpl_moe_saved *saved);
+// Logits, choice, weights (allocated here); auxiliary losses if aux is not NULL. What the host wants to know of it
+// goes to saved->ep.report, which dpl_ep_plan() has allocated.
+void dpl_router_forward(dpl_ctx *ctx, const dpl_moe_shape *shape, const dpl_moe_weights *weights, dpl_mat x,
+                        size_t n_tokens, const int32_t *segment, const dpl_aux *aux, dpl_moe_memory *memory,
+                        dpl_moe_saved *saved);
 // dx (T, D) F32 += ; dweights (T, K) from the experts.
 void dpl_router_backward(dpl_ctx *ctx, const dpl_moe_shape *shape, const dpl_moe_weights *weights, dpl_mat x,
                          const dpl_aux *aux, const dpl_moe_saved *saved, const float *dweights, dpl_mat dx,
@@ -67,19 +94,34 @@ void dpl_router_backward(dpl_ctx *ctx, const dpl_moe_shape *shape, const dpl_moe
 // ids (T, K) in [0, E) or -1, distinct within a token (checked: DPL_EINVAL names token and ids when check is true).
 dpl_status dpl_ep_prepare(dpl_ctx *ctx, dpl_comm *comm, const dpl_moe_shape *shape, const int32_t *ids,
                           size_t n_tokens, bool check, dpl_ep *ep_out);
+// Its three steps, for a caller that puts the router between the first two: checks the call and allocates; submits
+// the permutation; reads the report back (the one read-back of a layer), agrees on errors, exchanges the counts. aux_out NULL: no router has run.
+dpl_status dpl_ep_plan(dpl_ctx *ctx, dpl_comm *comm, const dpl_moe_shape *shape, size_t n_tokens,
+                       dpl_moe_memory *memory, dpl_ep *ep_out);
+void dpl_ep_permute(dpl_ctx *ctx, const int32_t *ids, const dpl_ep *ep);
+dpl_status dpl_ep_exchange(dpl_ctx *ctx, dpl_comm *comm, dpl_ep *ep, double aux_out[2]);
+// DPL_EINVAL names the token of an id that is out of range or chosen twice. ids: host.
+dpl_status dpl_ep_check_ids(const int32_t *ids, size_t n_tokens, size_t top_k, size_t n_experts);
+// DPL_ENOSUP where the exchange cannot be done with so many ranks.
+dpl_status dpl_ep_check_ranks(const dpl_comm *comm);
+
 dpl_status dpl_ep_dispatch(dpl_ctx *ctx, dpl_comm *comm, const dpl_ep *ep, dpl_mat x, const float *weights, size_t d,
                            dpl_mat rows, float *row_weight);
-dpl_status dpl_ep_combine(dpl_ctx *ctx, dpl_comm *comm, const dpl_ep *ep, dpl_mat rows, size_t d, dpl_mat y);
-// dx (T, D) F32 += sum over k of drows; dw (T, K) = drow_w (0 where skipped; drow_w NULL: zeros)
+// y (T, D) = the sum of the K rows of a token in slot order, or += with accumulate (y F32).
+dpl_status dpl_ep_combine(dpl_ctx *ctx, dpl_comm *comm, const dpl_ep *ep, dpl_mat rows, size_t d, bool accumulate,
+                          dpl_mat y);
+// dx (T, D) = sum over k of drows, or += with accumulate (dx F32); dw (T, K) = drow_w (0 where skipped; drow_w NULL:
+// zeros). dw NULL: not wanted.
 dpl_status dpl_ep_dispatch_bwd(dpl_ctx *ctx, dpl_comm *comm, const dpl_ep *ep, dpl_mat drows, const float *drow_w,
-                               size_t d, dpl_mat dx, float *dw);
+                               size_t d, bool accumulate, dpl_mat dx, float *dw);
 dpl_status dpl_ep_combine_bwd(dpl_ctx *ctx, dpl_comm *comm, const dpl_ep *ep, dpl_mat dy, size_t d, dpl_mat drows);
 
 /* ---- experts.c: gate_up GEMM -> SwiGLU (times row weight) -> down GEMM; also the dense MLP (one group) ---- */
 void dpl_experts_forward(dpl_ctx *ctx, dpl_mat rows, const float *row_weight, dpl_groups groups, size_t f,
                          const dpl_weight *gate_up_w, const dpl_weight *down_w, dpl_mat gate_up, dpl_mat hidden,
                          dpl_mat y);
-// drows = (or += with accumulate, F32); dgate_up_w, ddown_w += unless NULL. Temporaries come from the arena.
+// drows = (or += with accumulate, F32); dgate_up_w, ddown_w += unless NULL. Without accumulate drows may be dy.
+// Temporaries come from the arena.
 void dpl_experts_backward(dpl_ctx *ctx, dpl_mat rows, const float *row_weight, dpl_groups groups, size_t f,
                           const dpl_weight *gate_up_w, const dpl_weight *down_w, dpl_mat gate_up, dpl_mat hidden,
                           dpl_mat dy, dpl_mat drows, bool accumulate, float *drow_weight, float *dgate_up_w,
@@ -90,6 +132,11 @@ void dpl_experts_backward(dpl_ctx *ctx, dpl_mat rows, const float *row_weight, d
 dpl_status dpl_moe_forward(dpl_ctx *ctx, dpl_comm *comm, const dpl_moe_shape *shape, const dpl_moe_weights *weights,
                            dpl_mat x, size_t n_tokens, const int32_t *segment, const dpl_aux *aux,
                            dpl_moe_saved *saved_out, dpl_mat y);
+// The same with `saved` in memory of the caller. saved_bytes is enough for any routing of n_tokens.
+size_t dpl_moe_saved_bytes(const dpl_moe_shape *shape, size_t n_tokens);
+dpl_status dpl_moe_forward_in(dpl_ctx *ctx, dpl_comm *comm, const dpl_moe_shape *shape,
+                              const dpl_moe_weights *weights, dpl_mat x, size_t n_tokens, const int32_t *segment,
+                              const dpl_aux *aux, dpl_moe_memory *memory, dpl_moe_saved *saved_out, dpl_mat y);
 // dx (T, D) F32, written. dy is read only.
 dpl_status dpl_moe_backward(dpl_ctx *ctx, dpl_comm *comm, const dpl_moe_shape *shape, const dpl_moe_weights *weights,
                             dpl_mat x, const dpl_aux *aux, const dpl_moe_saved *saved, dpl_mat dy, dpl_mat dx,

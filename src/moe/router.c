@@ -1,0 +1,49 @@
+// router.c - step 1 of the layer: logits in fp32, choice of experts, weights, auxiliary losses.
+//
+// Nothing is read back here: what the host must know (was a logit not finite, the losses) goes
+// into the report that dpl_ep_exchange() reads together with the counts.
+#include "moe/moe.h"
+
+void dpl_router_forward(dpl_ctx *ctx, const dpl_moe_shape *shape, const dpl_moe_weights *weights,
+                        dpl_mat x, size_t n_tokens, const int32_t *segment, const dpl_aux *aux,
+                        dpl_moe_memory *memory, dpl_moe_saved *saved)
+{
+    const dpl_route_rule *rule = &shape->rule;
+    const size_t n_logits = n_tokens * rule->n_experts, n_slots = n_tokens * rule->top_k;
+    dpl_moe_report *report = saved->ep.report;
+    const dpl_phase before = dpl_ctx_phase(ctx, DPL_PHASE_ROUTER);
+    saved->logits = dpl_moe_keep(ctx, memory, n_logits * sizeof(float));
+    saved->score = dpl_moe_keep(ctx, memory, n_logits * sizeof(float));
+    saved->ids = dpl_moe_keep(ctx, memory, n_slots * sizeof(int32_t));
+    saved->weights = dpl_moe_keep(ctx, memory, n_slots * sizeof(float));
+    dpl_gemm_forward(ctx, x, &weights->router, dpl_one_group(n_tokens),
+                     dpl_mat_f32(saved->logits, rule->n_experts));
+    dpl_route_forward(ctx, rule, saved->logits, weights->bias, segment, n_tokens, saved->score,
+                      saved->ids, saved->weights, &report->bad_row);
+    if (aux)
+        dpl_aux_losses(ctx, rule, aux, saved->logits, saved->score, saved->ids, report->aux, NULL);
+    else
+        dpl_zero(ctx, report->aux, sizeof report->aux);
+    dpl_ctx_phase(ctx, before);
+}
+
+void dpl_router_backward(dpl_ctx *ctx, const dpl_moe_shape *shape, const dpl_moe_weights *weights,
+                         dpl_mat x, const dpl_aux *aux, const dpl_moe_saved *saved,
+                         const float *dweights, dpl_mat dx, float *drouter)
+{
+    const dpl_route_rule *rule = &shape->rule;
+    const dpl_groups all = dpl_one_group(saved->n_tokens);
+    const dpl_phase before = dpl_ctx_phase(ctx, DPL_PHASE_ROUTER);
+    const size_t mark = dpl_ctx_mark(ctx);
+    float *dlogits = dpl_ctx_alloc(ctx, saved->n_tokens * rule->n_experts * sizeof(float));
+    double *values = dpl_ctx_alloc(ctx, 2 * sizeof(double)); // forward has reported them already
+    dpl_route_backward(ctx, rule, dweights, saved->ids, saved->score, saved->n_tokens, dlogits);
+    if (aux)
+        dpl_aux_losses(ctx, rule, aux, saved->logits, saved->score, saved->ids, values, dlogits);
+    const dpl_mat dl = dpl_mat_f32(dlogits, rule->n_experts);
+    if (drouter)
+        dpl_gemm_wgrad(ctx, dl, x, all, rule->n_experts, shape->d, DPL_F32, drouter);
+    dpl_gemm_dgrad(ctx, dl, &weights->router, all, dx, true);
+    dpl_ctx_release(ctx, mark);
+    dpl_ctx_phase(ctx, before);
+}
