@@ -6,8 +6,7 @@
  * L1. A flat list of such blocks over all groups is split by cost, so that one hot expert keeps all
  * threads busy and many small ones cost little more than reading their weights.
  */
-#include "cpu/kernels.h"
-#include "cpu/ops.h"
+#include "cpu/row_io.h"
 
 #define M_BLOCK 256  // rows of the packed left operand: M_BLOCK * DPL_GEMM_KC floats in L2
 #define M_SPLIT 56   // rows are not split finer than this for more tasks
@@ -172,14 +171,14 @@ static void block_product(const gemm_block *b)
     } while (l0 < b->depth);
 }
 
-static void store_rounded(const gemm_block *b)
+static void store_rounded(const gemm_block *b, void (*to_bf16)(const float *, uint16_t *, size_t))
 {
     for (size_t i = 0; i < b->m; ++i) {
         for (size_t p = 0; p < b->n_panels; ++p) {
             const size_t col = (b->p0 + p) * DPL_PANEL;
-            b->k->round_bf16(DPL_MIN(b->n_cols - col, (size_t)DPL_PANEL),
-                             b->c + p * b->c_panel + i * b->ldc,
-                             dpl_mat_at(b->a->out, b->row + b->m0 + i, col).p);
+            to_bf16(b->c + p * b->c_panel + i * b->ldc,
+                    dpl_mat_at(b->a->out, b->row + b->m0 + i, col).p,
+                    DPL_MIN(b->n_cols - col, (size_t)DPL_PANEL));
         }
     }
 }
@@ -228,7 +227,7 @@ static void run_task(void *arg, size_t i_task, int i_thread)
         b.c_panel = DPL_PANEL;
     }
     block_product(&b);
-    if (a->out.dtype == DPL_BF16) store_rounded(&b);
+    if (a->out.dtype == DPL_BF16) store_rounded(&b, run->ctx->kernels->rows.to_bf16);
 }
 
 static void run_gemm(dpl_ctx *ctx, const void *args)
@@ -248,25 +247,13 @@ static void run_gemm(dpl_ctx *ctx, const void *args)
     if (n_tasks) dpl_pool_run(ctx->pool, n_tasks, run_task, &run);
 }
 
-// What the operator writes entirely: a matrix without gaps between its rows.
-static size_t whole_output(dpl_mat m, size_t n_rows, size_t n, dpl_span *span_out)
-{
-    if (m.ld != n) return 0;
-    *span_out = (dpl_span){m.p, n_rows * n * dpl_dtype_bytes(m.dtype)};
-    return 1;
-}
-
 static void submit_gemm(dpl_ctx *ctx, gemm_args *a)
 {
     if (a->groups.n_rows == 0 || a->groups.n == 0 || a->n == 0 || a->k == 0) return;
     const size_t mark = dpl_ctx_mark(ctx);
-    dpl_span span;
-    size_t n_spans = 0;
     a->first_task = dpl_ctx_alloc(ctx, (a->groups.n + 1) * sizeof *a->first_task);
-    if (a->op != WGRAD && !a->accumulate) {
-        n_spans = whole_output(a->out, a->groups.n_rows, a->op == FORWARD ? a->n : a->k, &span);
-    }
-    dpl_ctx_submit(ctx, run_gemm, a, sizeof *a, &span, n_spans);
+    const dpl_span span = dpl_row_span(a->out, a->groups.n_rows, a->op == FORWARD ? a->n : a->k);
+    dpl_ctx_submit(ctx, run_gemm, a, sizeof *a, &span, a->accumulate ? 0 : 1);
     dpl_ctx_release(ctx, mark);
 }
 
@@ -357,47 +344,47 @@ typedef struct bias_args {
     dpl_mat y;
 } bias_args;
 
-static float *row_f32(dpl_mat y, size_t row, size_t col, size_t n, float *buffer)
-{
-    const dpl_mat at = dpl_mat_at(y, row, col);
-    if (at.dtype == DPL_F32) return at.p;
-    for (size_t j = 0; j < n; ++j) buffer[j] = dpl_bf16_to_f32(((const uint16_t *)at.p)[j]);
-    return buffer;
-}
+typedef struct bias_run {
+    const bias_args *a;
+    const dpl_row_kernels *k;
+} bias_run;
 
 static void bias_rows(void *arg, size_t first, size_t count, size_t i_chunk, int i_thread)
 {
-    const bias_args *a = arg;
+    const bias_run *run = arg;
+    const bias_args *a = run->a;
     (void)i_chunk, (void)i_thread;
     for (size_t row = first; row < first + count; ++row) {
         for (size_t col = 0; col < a->n; col += BIAS_COLS) {
             const size_t n = DPL_MIN(a->n - col, (size_t)BIAS_COLS);
+            const dpl_mat y = dpl_mat_at(a->y, row, col);
             float buffer[BIAS_COLS];
-            float *y = row_f32(a->y, row, col, n, buffer);
-            for (size_t j = 0; j < n; ++j) y[j] += a->bias[col + j];
-            uint16_t *rounded = dpl_mat_at(a->y, row, col).p;
-            for (size_t j = 0; a->y.dtype == DPL_BF16 && j < n; ++j) rounded[j] = dpl_f32_to_bf16(y[j]);
+            const float *x = dpl_row_load(run->k, y, 0, n, buffer);
+            float *sum = dpl_row_target(y, 0, buffer);
+            run->k->add(x, a->bias + col, sum, n);
+            dpl_row_store(run->k, y, 0, sum, n);
         }
     }
 }
 
 static void run_bias_forward(dpl_ctx *ctx, const void *args)
 {
-    bias_args a = *(const bias_args *)args;
-    dpl_ctx_rows(ctx, a.n_rows, 64, bias_rows, &a);
+    bias_run run = {args, &ctx->kernels->rows};
+    dpl_ctx_rows(ctx, run.a->n_rows, dpl_row_grain(run.a->n * sizeof(float)), bias_rows, &run);
 }
 
 static void bias_cols(void *arg, size_t i_task, int i_thread)
 {
-    const bias_args *a = arg;
+    const bias_run *run = arg;
+    const bias_args *a = run->a;
     const size_t col = i_task * BIAS_COLS, n = DPL_MIN(a->n - col, (size_t)BIAS_COLS);
     double sum[BIAS_COLS] = {0};
     (void)i_thread;
     for (size_t row0 = 0; row0 < a->n_rows; row0 += BIAS_ROWS) {
         float part[BIAS_COLS] = {0}, buffer[BIAS_COLS];
         for (size_t row = row0; row < DPL_MIN(row0 + BIAS_ROWS, a->n_rows); ++row) {
-            const float *dy = row_f32(a->y, row, col, n, buffer);
-            for (size_t j = 0; j < n; ++j) part[j] += dy[j];
+            const float *dy = dpl_row_load(run->k, dpl_mat_at(a->y, row, col), 0, n, buffer);
+            run->k->add(dy, part, part, n);
         }
         for (size_t j = 0; j < n; ++j) sum[j] += (double)part[j];
     }
@@ -406,8 +393,8 @@ static void bias_cols(void *arg, size_t i_task, int i_thread)
 
 static void run_bias_backward(dpl_ctx *ctx, const void *args)
 {
-    bias_args a = *(const bias_args *)args;
-    if (a.n) dpl_pool_run(ctx->pool, dpl_div_up(a.n, BIAS_COLS), bias_cols, &a);
+    bias_run run = {args, &ctx->kernels->rows};
+    if (run.a->n) dpl_pool_run(ctx->pool, dpl_div_up(run.a->n, BIAS_COLS), bias_cols, &run);
 }
 
 void dpl_bias_forward(dpl_ctx *ctx, const float *bias, size_t n_rows, size_t n, dpl_mat y)

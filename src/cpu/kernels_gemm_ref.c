@@ -48,11 +48,6 @@ static void pack_cols_ref(dpl_gemm_load load, size_t m, size_t kc, const void *s
     }
 }
 
-static void round_bf16_ref(size_t n, const float *src, uint16_t *dst)
-{
-    for (size_t i = 0; i < n; ++i) dst[i] = dpl_f32_to_bf16(src[i]);
-}
-
 static double peak_fma_ref(size_t n_rounds, float *sink)
 {
     float acc[32];
@@ -73,7 +68,6 @@ void dpl_gemm_kernels_ref(dpl_gemm_kernels *k)
         .tile = tile_ref,
         .pack_rows = pack_rows_ref,
         .pack_cols = pack_cols_ref,
-        .round_bf16 = round_bf16_ref,
         .peak_fma = peak_fma_ref,
     };
 }
