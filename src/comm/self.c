@@ -47,8 +47,9 @@ static dpl_status all_gather(dpl_comm *comm, const void *send, size_t bytes, voi
 static dpl_status wait_self(dpl_comm *comm, dpl_ticket ticket)
 {
     DPL_TRY(check_alive(comm));
-    if (ticket.id) return dpl_fail(DPL_EINVAL, "self: ticket %llu was never given out",
-                                   (unsigned long long)ticket.id);
+    if (ticket.id)
+        return dpl_fail(DPL_EINVAL, "self: ticket %llu was never given out",
+                        (unsigned long long)ticket.id);
     return DPL_OK;
 }
 

@@ -88,12 +88,12 @@ static dpl_status compute(dpl_ctx *ctx, dpl_comm *comm, const dpl_moe_shape *sha
     DPL_TRY(dpl_ep_dispatch(ctx, comm, &saved->ep, x, saved->weights, d, saved->rows,
                             saved->row_weight));
     dpl_experts_forward(ctx, saved->rows, saved->row_weight, expert_groups(shape, &saved->ep),
-                        shape->f, &weights->gate_up, &weights->down, saved->gate_up,
-                        saved->hidden, out);
+                        shape->f, &weights->gate_up, &weights->down, saved->gate_up, saved->hidden,
+                        out);
     if (has_shared)
         dpl_experts_forward(ctx, x, NULL, dpl_one_group(n_tokens), shape->shared_f,
-                            &weights->shared_gate_up, &weights->shared_down,
-                            saved->shared_gate_up, saved->shared_hidden, sum);
+                            &weights->shared_gate_up, &weights->shared_down, saved->shared_gate_up,
+                            saved->shared_hidden, sum);
     DPL_TRY(dpl_ep_combine(ctx, comm, &saved->ep, out, d, has_shared, sum));
     if (!direct) dpl_copy(ctx, sum, n_tokens, d, y);
     return DPL_OK;
@@ -119,8 +119,8 @@ dpl_status dpl_moe_forward(dpl_ctx *ctx, dpl_comm *comm, const dpl_moe_shape *sh
                            const int32_t *segment, const dpl_aux *aux, dpl_moe_saved *saved_out,
                            dpl_mat y)
 {
-    return dpl_moe_forward_in(ctx, comm, shape, weights, x, n_tokens, segment, aux, NULL,
-                              saved_out, y);
+    return dpl_moe_forward_in(ctx, comm, shape, weights, x, n_tokens, segment, aux, NULL, saved_out,
+                              y);
 }
 
 dpl_status dpl_moe_backward(dpl_ctx *ctx, dpl_comm *comm, const dpl_moe_shape *shape,
@@ -136,17 +136,15 @@ dpl_status dpl_moe_backward(dpl_ctx *ctx, dpl_comm *comm, const dpl_moe_shape *s
     float *dweights = dpl_ctx_alloc(ctx, n_slots * sizeof(float));
     DPL_TRY(dpl_ep_combine_bwd(ctx, comm, &saved->ep, dy, d, drows));
     dpl_experts_backward(ctx, saved->rows, saved->row_weight, expert_groups(shape, &saved->ep),
-                         shape->f, &weights->gate_up, &weights->down, saved->gate_up,
-                         saved->hidden, drows, drows, false, drow_weight, grads->gate_up,
-                         grads->down);
-    DPL_TRY(dpl_ep_dispatch_bwd(ctx, comm, &saved->ep, drows, drow_weight, d, false, dx,
-                                dweights));
+                         shape->f, &weights->gate_up, &weights->down, saved->gate_up, saved->hidden,
+                         drows, drows, false, drow_weight, grads->gate_up, grads->down);
+    DPL_TRY(dpl_ep_dispatch_bwd(ctx, comm, &saved->ep, drows, drow_weight, d, false, dx, dweights));
     dpl_router_backward(ctx, shape, weights, x, aux, saved, dweights, dx, grads->router);
     if (shape->shared_f)
         dpl_experts_backward(ctx, x, NULL, dpl_one_group(saved->n_tokens), shape->shared_f,
-                             &weights->shared_gate_up, &weights->shared_down,
-                             saved->shared_gate_up, saved->shared_hidden, dy, dx, true, NULL,
-                             grads->shared_gate_up, grads->shared_down);
+                             &weights->shared_gate_up, &weights->shared_down, saved->shared_gate_up,
+                             saved->shared_hidden, dy, dx, true, NULL, grads->shared_gate_up,
+                             grads->shared_down);
     dpl_ctx_release(ctx, mark);
     return DPL_OK;
 }

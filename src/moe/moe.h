@@ -95,7 +95,8 @@ void dpl_router_backward(dpl_ctx *ctx, const dpl_moe_shape *shape, const dpl_moe
 dpl_status dpl_ep_prepare(dpl_ctx *ctx, dpl_comm *comm, const dpl_moe_shape *shape, const int32_t *ids,
                           size_t n_tokens, bool check, dpl_ep *ep_out);
 // Its three steps, for a caller that puts the router between the first two: checks the call and allocates; submits
-// the permutation; reads the report back (the one read-back of a layer), agrees on errors, exchanges the counts. aux_out NULL: no router has run.
+// the permutation; reads the report back (the one read-back of a layer), agrees on errors, exchanges the counts.
+// aux_out NULL: no router has run.
 dpl_status dpl_ep_plan(dpl_ctx *ctx, dpl_comm *comm, const dpl_moe_shape *shape, size_t n_tokens,
                        dpl_moe_memory *memory, dpl_ep *ep_out);
 void dpl_ep_permute(dpl_ctx *ctx, const int32_t *ids, const dpl_ep *ep);

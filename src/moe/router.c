@@ -41,8 +41,7 @@ void dpl_router_backward(dpl_ctx *ctx, const dpl_moe_shape *shape, const dpl_moe
     if (aux)
         dpl_aux_losses(ctx, rule, aux, saved->logits, saved->score, saved->ids, values, dlogits);
     const dpl_mat dl = dpl_mat_f32(dlogits, rule->n_experts);
-    if (drouter)
-        dpl_gemm_wgrad(ctx, dl, x, all, rule->n_experts, shape->d, DPL_F32, drouter);
+    if (drouter) dpl_gemm_wgrad(ctx, dl, x, all, rule->n_experts, shape->d, DPL_F32, drouter);
     dpl_gemm_dgrad(ctx, dl, &weights->router, all, dx, true);
     dpl_ctx_release(ctx, mark);
     dpl_ctx_phase(ctx, before);
