@@ -102,9 +102,10 @@ static inline __m256 load8(dpl_gemm_load load, size_t n, const void *src, size_t
     return _mm256_castsi256_ps(_mm256_slli_epi32(round8(x), 16));
 }
 
-static inline void store8(size_t n, float *dst, __m256 x)
+// Stores n lanes, or all 8 where what follows will be overwritten anyway: masked stores are slow.
+static inline void store8(size_t n, bool all, float *dst, __m256 x)
 {
-    if (n >= 8) _mm256_storeu_ps(dst, x);
+    if (n >= 8 || all) _mm256_storeu_ps(dst, x);
     else _mm256_maskstore_ps(dst, mask_of(n), x);
 }
 
@@ -141,7 +142,9 @@ pack_rows_as(dpl_gemm_load load, size_t m, size_t kc, const void *src, size_t ld
             transpose8(r);
             const size_t n_l = DPL_MIN(kc - l0, (size_t)8);
             float *d = dst + l0 * w + i0;
-            for (size_t l = 0; l < n_l; ++l) store8(w - i0, d + l * w, r[l]);
+            for (size_t l = 0; l < n_l; ++l) {
+                store8(w - i0, w < 8 && (kc - l0 - l) * w >= 8, d + l * w, r[l]);
+            }
         }
     }
 }
@@ -162,7 +165,7 @@ pack_cols_as(dpl_gemm_load load, size_t m, size_t kc, const void *src, size_t ld
         for (size_t i = 0; i < w; i += 8) {
             const size_t n = m > i ? m - i : 0;
             const __m256 x = n ? load8(load, n, src, l * ld + i) : _mm256_setzero_ps();
-            store8(w - i, dst + l * w + i, x);
+            store8(w - i, (kc - l) * w >= i + 8, dst + l * w + i, x);
         }
     }
 }
