@@ -1,0 +1,404 @@
+/*
+ * tokens.c - documents of tokens from text files, folders and token shards.
+ *
+ * A document costs 8 bytes (where it starts), however many there are: small files are copied into
+ * shared blocks, larger ones are mapped, and a piece is one block or one mapping. Everything that
+ * can be wrong with a file is found at open, so that reading cannot fail.
+ */
+#include <assert.h>
+#include <dirent.h>
+#include <errno.h>
+#include <limits.h>
+#include <stdlib.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "io/io.h"
+
+#define SMALL_BYTES ((size_t)64 << 10) // smaller files are copied: a mapping costs a page and more
+#define BLOCK_BYTES ((size_t)1 << 20)
+#define MAPPINGS_MAX 32768 // half of what Linux allows a process by default
+#define HEADER_BYTES 1024
+#define MAGIC_U16 20240520
+#define MAGIC_U32 20240801
+#define VERSION_U16 1
+#define VERSION_U32 7 // llm.c's own number for this magic; version 1 is read as well
+
+typedef struct piece {
+    uint64_t first; // its first token
+    const uint8_t *data;
+    int width; // bytes of a token
+    dpl_map map;    // data is in here,
+    uint8_t *block; // or in here: BLOCK_BYTES or one large file
+    size_t block_left;
+} piece;
+
+struct dpl_source {
+    dpl_source_kind kind;
+    int bin_width;
+    size_t vocab;
+    piece *pieces;
+    size_t n_pieces, pieces_room;
+    uint64_t *documents; // the first token of each
+    size_t n_documents, documents_room;
+    uint64_t n_tokens;
+    size_t n_mappings, n_empty, n_other; // n_other: files of a folder that are no shards
+};
+
+// Makes room for one more element.
+static dpl_status grow(void *array, size_t *room, size_t n, size_t size)
+{
+    if (n < *room) return DPL_OK;
+    const size_t new_room = DPL_MAX(2 * n, (size_t)64);
+    void *old, *larger = dpl_alloc_array(new_room, size);
+    if (!larger) return dpl_fail(DPL_ENOMEM, "no memory for %zu files of data", new_room);
+    memcpy(&old, array, sizeof old);
+    if (n > 0) memcpy(larger, old, n * size);
+    memcpy(array, &larger, sizeof larger);
+    dpl_free(old);
+    *room = new_room;
+    return DPL_OK;
+}
+
+/* ---- checking tokens ------------------------------------------------------------------------ */
+
+static uint32_t load_token(const uint8_t *data, int width, size_t i)
+{
+    uint16_t v16;
+    uint32_t v32;
+    if (width == 1) return data[i];
+    if (width == 2) return memcpy(&v16, data + 2 * i, 2), v16;
+    return memcpy(&v32, data + 4 * i, 4), v32;
+}
+
+// The first token that is not below vocab, or n. Blocks without one pass in a loop without exits.
+static size_t find_bad(const uint8_t *data, int width, size_t n, size_t vocab)
+{
+    if (width < 4 && vocab >= (size_t)1 << (8 * width)) return n;
+    for (size_t start = 0; start < n; start += 4096) {
+        const size_t end = DPL_MIN(n, start + 4096);
+        uint32_t max = 0;
+        if (width == 1)
+            for (size_t i = start; i < end; i++) max = DPL_MAX(max, load_token(data, 1, i));
+        else if (width == 2)
+            for (size_t i = start; i < end; i++) max = DPL_MAX(max, load_token(data, 2, i));
+        else
+            for (size_t i = start; i < end; i++) max = DPL_MAX(max, load_token(data, 4, i));
+        if (max < vocab) continue;
+        while (load_token(data, width, start) < vocab) start++;
+        return start;
+    }
+    return n;
+}
+
+// Finds a shard's width and where its tokens start.
+static dpl_status bin_layout(const char *path, const dpl_map *map, int *width, size_t *offset)
+{
+    uint32_t head[3] = {0};
+    memcpy(head, map->data, DPL_MIN(map->bytes, sizeof head));
+    const bool magic = head[0] == MAGIC_U16 || head[0] == MAGIC_U32;
+    if (*width != 0) {
+        if (magic && map->bytes >= HEADER_BYTES)
+            return dpl_fail(DPL_EFORMAT, "%s: byte 0: a header, though the width is given; "
+                            "leave the width out", path);
+        if (map->bytes % (size_t)*width != 0)
+            return dpl_fail(DPL_EFORMAT, "%s: byte %zu: half a token; %zu bytes are no multiple of "
+                            "%d", path, map->bytes - map->bytes % (size_t)*width, map->bytes,
+                            *width);
+        *offset = 0;
+        return DPL_OK;
+    }
+    if (!magic || map->bytes < HEADER_BYTES)
+        return dpl_fail(DPL_EFORMAT, "%s: byte 0: no token header (magic %d or %d); a headerless "
+                        "file needs its width given", path, MAGIC_U16, MAGIC_U32);
+    const uint32_t version = head[0] == MAGIC_U16 ? VERSION_U16 : VERSION_U32;
+    if (head[1] != version && head[1] != 1)
+        return dpl_fail(DPL_EFORMAT, "%s: byte 4: version %u, expected %u", path, head[1], version);
+    *width = head[0] == MAGIC_U16 ? 2 : 4;
+    *offset = HEADER_BYTES;
+    if (head[2] > INT32_MAX || map->bytes - HEADER_BYTES != (size_t)head[2] * (size_t)*width)
+        return dpl_fail(DPL_EFORMAT, "%s: byte 8: %u tokens of %d bytes in a file of %zu bytes",
+                        path, head[2], *width, map->bytes);
+    return DPL_OK;
+}
+
+/* ---- adding files --------------------------------------------------------------------------- */
+
+// Copies a small file behind the last ones, or into a new block. One block has one width.
+static dpl_status add_copy(dpl_source *source, const uint8_t *data, size_t bytes, int width)
+{
+    piece *last = source->n_pieces > 0 ? &source->pieces[source->n_pieces - 1] : NULL;
+    if (!last || !last->block || last->width != width || last->block_left < bytes) {
+        DPL_TRY(grow(&source->pieces, &source->pieces_room, source->n_pieces, sizeof(piece)));
+        const size_t block_bytes = DPL_MAX(bytes, BLOCK_BYTES);
+        uint8_t *block = dpl_alloc(block_bytes);
+        if (!block) return dpl_fail(DPL_ENOMEM, "no memory for a block of %zu bytes", block_bytes);
+        last = &source->pieces[source->n_pieces++];
+        *last = (piece){.first = source->n_tokens, .data = block, .width = width,
+                        .block = block, .block_left = block_bytes};
+    }
+    const size_t used = (size_t)(source->n_tokens - last->first) * (size_t)width;
+    memcpy(last->block + used, data, bytes);
+    last->block_left -= bytes;
+    return DPL_OK;
+}
+
+// Takes `map` over if it is kept (and empties it then).
+static dpl_status add_data(dpl_source *source, const char *path, dpl_map *map)
+{
+    int width = source->kind == DPL_SOURCE_TEXT ? 1 : source->bin_width;
+    size_t offset = 0;
+    if (source->kind == DPL_SOURCE_BIN && map->bytes > 0)
+        DPL_TRY(bin_layout(path, map, &width, &offset));
+    const uint8_t *data = map->data + offset;
+    const size_t bytes = map->bytes - offset;
+    if (bytes == 0) {
+        if (source->n_empty++ == 0) dpl_log("note: %s is empty and skipped", path);
+        return DPL_OK;
+    }
+    const size_t n = bytes / (size_t)width, bad = find_bad(data, width, n, source->vocab);
+    if (bad < n)
+        return dpl_fail(DPL_EFORMAT, "%s: byte %zu: token %u, but the vocabulary has %zu", path,
+                        offset + bad * (size_t)width, load_token(data, width, bad), source->vocab);
+    DPL_TRY(grow(&source->documents, &source->documents_room, source->n_documents,
+                 sizeof *source->documents));
+    if (bytes < SMALL_BYTES || source->n_mappings >= MAPPINGS_MAX) {
+        DPL_TRY(add_copy(source, data, bytes, width));
+    } else {
+        DPL_TRY(grow(&source->pieces, &source->pieces_room, source->n_pieces, sizeof(piece)));
+        source->pieces[source->n_pieces++] =
+            (piece){.first = source->n_tokens, .data = data, .width = width, .map = *map};
+        source->n_mappings++;
+        *map = (dpl_map){NULL, 0};
+    }
+    source->documents[source->n_documents++] = source->n_tokens;
+    source->n_tokens += n;
+    return DPL_OK;
+}
+
+static dpl_status add_file(dpl_source *source, const char *path)
+{
+    dpl_map map;
+    DPL_TRY(dpl_map_open(path, &map));
+    const dpl_status status = add_data(source, path, &map);
+    dpl_map_close(&map);
+    return status;
+}
+
+/* ---- walking a folder ----------------------------------------------------------------------- */
+
+typedef struct folder {
+    const struct folder *parent;
+    dev_t device;
+    ino_t inode;
+    char *pool; // the entries' names, one behind the other
+    size_t pool_bytes, pool_room;
+    const char **names; // sorted
+    size_t n_names;
+} folder;
+
+static int compare_names(const void *a, const void *b)
+{
+    return strcmp(*(const char *const *)a, *(const char *const *)b);
+}
+
+static dpl_status add_name(folder *f, const char *name)
+{
+    const size_t bytes = strlen(name) + 1;
+    if (f->pool_bytes + bytes > f->pool_room) {
+        const size_t room = 2 * f->pool_room + 4096;
+        char *larger = dpl_alloc(room);
+        if (!larger) return dpl_fail(DPL_ENOMEM, "no memory for %zu file names", f->n_names);
+        if (f->pool) memcpy(larger, f->pool, f->pool_bytes);
+        dpl_free(f->pool);
+        f->pool = larger;
+        f->pool_room = room;
+    }
+    memcpy(f->pool + f->pool_bytes, name, bytes);
+    f->pool_bytes += bytes;
+    f->n_names++;
+    return DPL_OK;
+}
+
+static dpl_status list_folder(folder *f, const char *path)
+{
+    DIR *dir = opendir(path);
+    if (!dir) return dpl_fail(DPL_EIO, "cannot read the folder %s: %m", path);
+    dpl_status status = DPL_OK;
+    const struct dirent *entry;
+    for (errno = 0; status == DPL_OK && (entry = readdir(dir)); errno = 0)
+        if (entry->d_name[0] != '.') status = add_name(f, entry->d_name);
+    if (status == DPL_OK && errno != 0)
+        status = dpl_fail(DPL_EIO, "cannot read the folder %s: %m", path);
+    closedir(dir);
+    DPL_TRY(status);
+    f->names = dpl_alloc_array(f->n_names, sizeof *f->names);
+    if (!f->names) return dpl_fail(DPL_ENOMEM, "no memory for %zu file names", f->n_names);
+    const char *at = f->pool;
+    for (size_t i = 0; i < f->n_names; i++, at += strlen(at) + 1) f->names[i] = at;
+    qsort(f->names, f->n_names, sizeof *f->names, compare_names);
+    return DPL_OK;
+}
+
+static bool is_shard_name(const char *name)
+{
+    const size_t n = strlen(name);
+    return n > 4 && !strcmp(name + n - 4, ".bin");
+}
+
+// Adds a file, or a folder and what is in it. `path` has room for PATH_MAX bytes and is restored.
+static dpl_status add_path(dpl_source *source, char *path, const folder *parent)
+{
+    struct stat st;
+    if (stat(path, &st) != 0) return dpl_fail(DPL_EIO, "cannot read %s: %m", path);
+    if (!S_ISDIR(st.st_mode)) {
+        if (!parent || source->kind == DPL_SOURCE_TEXT || is_shard_name(path))
+            return add_file(source, path);
+        if (source->n_other++ == 0) dpl_log("note: %s is no .bin file and skipped", path);
+        return DPL_OK;
+    }
+    for (const folder *f = parent; f; f = f->parent)
+        if (f->device == st.st_dev && f->inode == st.st_ino)
+            return dpl_fail(DPL_EIO, "%s: a link to a folder that it is in", path);
+    folder f = {.parent = parent, .device = st.st_dev, .inode = st.st_ino};
+    const size_t path_bytes = strlen(path);
+    dpl_status status = list_folder(&f, path);
+    for (size_t i = 0; i < f.n_names && status == DPL_OK; i++) {
+        status = dpl_path_join(path, f.names[i], path);
+        if (status == DPL_OK) status = add_path(source, path, &f);
+        path[path_bytes] = '\0';
+    }
+    dpl_free(f.names);
+    dpl_free(f.pool);
+    return status;
+}
+
+/* ---- the source ----------------------------------------------------------------------------- */
+
+dpl_status dpl_source_open(const char *path, dpl_source_kind kind, int bin_width, size_t vocab,
+                           dpl_source **source_out)
+{
+    char walk[PATH_MAX];
+    if (kind == DPL_SOURCE_BIN && bin_width != 0 && bin_width != 2 && bin_width != 4)
+        return dpl_fail(DPL_EINVAL, "token width %d, expected 2 or 4, or 0 for the header's",
+                        bin_width);
+    if (vocab < 1 || vocab > INT32_MAX)
+        return dpl_fail(DPL_EINVAL, "vocabulary of %zu, expected 1 to %d", vocab, INT32_MAX);
+    if (strlen(path) >= sizeof walk)
+        return dpl_fail(DPL_EIO, "path longer than %d bytes: %.60s...", PATH_MAX - 1, path);
+    strcpy(walk, path);
+    dpl_source *source = dpl_alloc(sizeof *source);
+    if (!source) return dpl_fail(DPL_ENOMEM, "no memory to open %s", path);
+    *source = (dpl_source){.kind = kind, .bin_width = bin_width, .vocab = vocab};
+    dpl_status status = add_path(source, walk, NULL);
+    if (status == DPL_OK && source->n_tokens == 0)
+        status = dpl_fail(DPL_EFORMAT, "%s: byte 0: there is no token in it", path);
+    if (source->n_empty > 1) dpl_log("note: %s: %zu files are empty", path, source->n_empty);
+    if (source->n_other > 1) dpl_log("note: %s: %zu files are no .bin", path, source->n_other);
+    if (status == DPL_OK)
+        *source_out = source;
+    else
+        dpl_source_close(&source);
+    return status;
+}
+
+void dpl_source_close(dpl_source **source)
+{
+    if (!source || !*source) return;
+    for (size_t i = 0; i < (*source)->n_pieces; i++) {
+        dpl_map_close(&(*source)->pieces[i].map);
+        dpl_free((*source)->pieces[i].block);
+    }
+    dpl_free((*source)->pieces);
+    dpl_free((*source)->documents);
+    dpl_free(*source);
+    *source = NULL;
+}
+
+uint64_t dpl_source_tokens(const dpl_source *source)
+{
+    return source->n_tokens;
+}
+
+size_t dpl_source_documents(const dpl_source *source)
+{
+    return source->n_documents;
+}
+
+uint64_t dpl_source_document(const dpl_source *source, size_t i)
+{
+    assert(i <= source->n_documents);
+    return i < source->n_documents ? source->documents[i] : source->n_tokens;
+}
+
+size_t dpl_source_document_of(const dpl_source *source, uint64_t token)
+{
+    assert(token < source->n_tokens);
+    size_t low = 0, high = source->n_documents; // documents[low] <= token < documents[high]
+    while (high - low > 1) {
+        const size_t middle = low + (high - low) / 2;
+        *(source->documents[middle] <= token ? &low : &high) = middle;
+    }
+    return low;
+}
+
+static size_t piece_of(const dpl_source *source, uint64_t token)
+{
+    size_t low = 0, high = source->n_pieces;
+    while (high - low > 1) {
+        const size_t middle = low + (high - low) / 2;
+        *(source->pieces[middle].first <= token ? &low : &high) = middle;
+    }
+    return low;
+}
+
+void dpl_source_read(const dpl_source *source, uint64_t first, size_t n, int32_t *ids)
+{
+    assert(first <= source->n_tokens && n <= source->n_tokens - first);
+    for (size_t i = n > 0 ? piece_of(source, first) : 0; n > 0; i++) {
+        const piece *p = &source->pieces[i];
+        const uint64_t end = i + 1 < source->n_pieces ? p[1].first : source->n_tokens;
+        const size_t n_here = (size_t)DPL_MIN((uint64_t)n, end - first);
+        const uint8_t *data = p->data + (size_t)(first - p->first) * (size_t)p->width;
+        for (size_t j = 0; j < n_here; j++) ids[j] = (int32_t)load_token(data, p->width, j);
+        first += n_here;
+        ids += n_here;
+        n -= n_here;
+    }
+}
+
+/* ---- writing -------------------------------------------------------------------------------- */
+
+static dpl_status write_ids(dpl_out *out, size_t vocab, const int32_t *ids, size_t n, int width)
+{
+    uint8_t buffer[16384];
+    const size_t n_max = sizeof buffer / (size_t)width;
+    for (size_t start = 0; start < n; start += n_max) {
+        const size_t n_here = DPL_MIN(n_max, n - start);
+        for (size_t i = 0; i < n_here; i++) {
+            const int32_t id = ids[start + i];
+            if (id < 0 || (size_t)id >= vocab)
+                return dpl_fail(DPL_EINVAL, "%s: token %zu is %d, but the vocabulary has %zu",
+                                out->path, start + i, id, vocab);
+            memcpy(buffer + i * (size_t)width, &id, (size_t)width); // the low bytes come first
+        }
+        DPL_TRY(dpl_out_write(out, buffer, n_here * (size_t)width));
+    }
+    return DPL_OK;
+}
+
+dpl_status dpl_bin_write(const char *path, size_t vocab, const int32_t *ids, size_t n)
+{
+    if (n > INT32_MAX)
+        return dpl_fail(DPL_EINVAL, "%s: %zu tokens; a shard holds at most %d", path, n, INT32_MAX);
+    const int width = vocab <= 65536 ? 2 : 4;
+    const int32_t header[HEADER_BYTES / 4] = {width == 2 ? MAGIC_U16 : MAGIC_U32,
+                                              width == 2 ? VERSION_U16 : VERSION_U32, (int32_t)n};
+    dpl_out out;
+    DPL_TRY(dpl_out_open(path, &out));
+    dpl_status status = dpl_out_write(&out, header, sizeof header);
+    if (status == DPL_OK) status = write_ids(&out, vocab, ids, n, width);
+    if (status == DPL_OK) return dpl_out_commit(&out);
+    dpl_out_abandon(&out);
+    return status;
+}
