@@ -103,8 +103,9 @@ typedef struct oracle_batch {
  * depth 1 are mtp.hidden and mtp.logits, deeper ones mtpK.hidden, mtpK.logits.
  * Balance loss of one layer: weight * E^2 * mean over groups and experts of f * P, a group being
  * one sequence (or the batch), f = slots on e / (tokens * K), P = mean softmax of the *score*;
- * groups without tokens are left out; mean over MoE layers, MTP's included. Megatron's form: f from the
- * top-K of the plain score, P = mean of score / (sum of scores + 1e-20), summed over layers.
+ * groups without tokens are left out; mean over MoE layers, MTP's included. Megatron's form: f
+ * from the top-K of the plain score, P = mean of score / (sum of scores + 1e-20), summed over
+ * layers.
  */
 double oracle_run(const oracle_config *cfg, oracle_set *params, const oracle_batch *batch,
                   bool backward, oracle_set *out);

@@ -435,6 +435,43 @@ static void test_packing(void **state)
     oracle_set_close(&one), oracle_set_close(&two);
 }
 
+// The z-loss of the head is in `loss`, over positions with a target, and not in mtp.loss; padding gets
+// nothing from attention but the bias; the total is the sum of its parts.
+static void test_loss_parts(void **state)
+{
+    (void)state;
+    oracle_config cfg = small_config();
+    oracle_set params, plain = {0}, with = {0};
+    oracle_params_random(&cfg, 10, &params);
+    const packed p = packed_make(10, cfg.V);
+    const oracle_batch batch = {B, S, p.ids, p.targets, p.segments};
+    oracle_run(&cfg, &params, &batch, false, &plain);
+    cfg.z_multiplier = 0.2, cfg.balance_weight = 0.7, cfg.router_z_weight = 0.3;
+    const double total = oracle_run(&cfg, &params, &batch, false, &with);
+    const char *parts[] = {"loss", "mtp.loss", "aux.balance", "aux.router_z"};
+    double sum = 0, z = 0, n = 0;
+    for (int i = 0; i < 4; i++) {
+        const double value = oracle_get(&with, "%s", parts[i])->value[0];
+        assert_true(value > 1e-3);
+        sum += i == 1 ? 0.3 * value : value;
+    }
+    assert_true(fabs(total - sum) < 1e-12);
+    const double *logits = oracle_get(&plain, "logits")->value;
+    for (int i = 0; i < B * S; i++) {
+        double e = 0;
+        for (int v = 0; v < cfg.V; v++) e += exp(logits[i * cfg.V + v]);
+        if (p.targets[i] >= 0) z += 0.2 * log(e) * log(e), n++;
+    }
+    const double grown = oracle_get(&with, "loss")->value[0] - oracle_get(&plain, "loss")->value[0];
+    assert_true(fabs(grown - z / n) < 1e-12);
+    assert_true(oracle_get(&with, "mtp.loss")->value[0] == oracle_get(&plain, "mtp.loss")->value[0]);
+    const double *bias = oracle_get(&params, "model.layers.1.self_attn.o_proj.bias")->value;
+    const double *last = oracle_get(&plain, "attn.1")->value + (B * S - 1) * cfg.D;
+    assert_int_equal(p.segments[B * S - 1], 0);
+    assert_memory_equal(last, bias, (size_t)cfg.D * sizeof *bias);
+    oracle_set_close(&plain), oracle_set_close(&with), oracle_set_close(&params);
+}
+
 // A batch in which nothing has a target: loss 0, gradients exactly 0.
 static void test_no_targets(void **state)
 {
@@ -481,8 +518,8 @@ static void test_route(void **state)
     assert_memory_equal(s.ids, want, sizeof want);
     const double weights[6] = {1.5, 1.5, 0, 0, 1.5, 1.5};
     for (int i = 0; i < 6; i++) assert_true(fabs(s.weights[i] - weights[i]) < 1e-15);
-    // The bias decides who is chosen, not the weight; groups of two: the best sum of two wins although
-    // the single best choice (expert 0) is in another group.
+    // The bias decides who is chosen, not the weight. Groups of two: the best sum of two wins,
+    // although the single best choice (expert 0) is in another group.
     const double bias[6] = {0.3, -0.9, 0.2, 0.2, 0, 0};
     r.n_group = 3, r.topk_group = 1, r.norm_topk = false;
     oracle_route_forward(&r, 1, bias, NULL, NULL, &s);
@@ -532,7 +569,7 @@ static void test_balanced(void **state)
 }
 
 // One MoE layer by itself, with given ids of which some are -1: a skipped slot adds nothing, an
-// expert without rows has a gradient of exactly 0, and dx agrees with finite differences of sum(dy * y).
+// expert without rows has a gradient of exactly 0, and dx agrees with finite differences.
 static void test_moe_layer(void **state)
 {
     (void)state;
@@ -574,7 +611,7 @@ static void test_moe_layer(void **state)
     }
     for (int i = 0; i < 3 * F * D; i++) assert_true((&e_dw[2][0][0])[i] == 0);
     for (int d = 0; d < D; d++) assert_true(y[D + d] == 0 && dx[D + d] == 0);
-    // A weight that is normalized over one slot is a constant: no gradient for expert 0's router row.
+    // A weight normalized over one slot is a constant: no gradient for expert 0's router row.
     assert_true(e_dw[3][0][0] != 0 && fabs(dw[0]) < 1e-12 && fabs(dw[3 * D]) > 1e-6);
 }
 
@@ -586,6 +623,7 @@ int main(void)
         cmocka_unit_test(test_balanced),
         cmocka_unit_test(test_moe_layer),
         cmocka_unit_test(test_packing),
+        cmocka_unit_test(test_loss_parts),
         cmocka_unit_test(test_no_targets),
         cmocka_unit_test(test_differences),
         cmocka_unit_test(test_maxtext),
