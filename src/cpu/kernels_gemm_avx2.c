@@ -33,28 +33,37 @@ static inline void add_store8(size_t n, float *c, __m256 acc, bool add)
     }
 }
 
+// Accumulators have names, not an index: clang keeps an array of 12 in memory.
+#define EACH(X) X(0) X(1) X(2) X(3) X(4) X(5)
+#define ZERO(i) __m256 acc0_##i = _mm256_setzero_ps(), acc1_##i = acc0_##i;
+#define PREFETCH(i) \
+    if (i < m) _mm_prefetch((const char *)(c + i * ldc), _MM_HINT_T0);
+#define STEP(i)                                       \
+    if (i < m) {                                      \
+        const __m256 ai = _mm256_broadcast_ss(a + i); \
+        acc0_##i = _mm256_fmadd_ps(ai, b0, acc0_##i); \
+        acc1_##i = _mm256_fmadd_ps(ai, b1, acc1_##i); \
+    }
+#define STORE(i)                                                        \
+    if (i < m) {                                                        \
+        add_store8(n, c + i * ldc, acc0_##i, add);                      \
+        add_store8(n > 8 ? n - 8 : 0, c + i * ldc + 8, acc1_##i, add);  \
+    }
+
 // 16 columns of a tile, of which n are stored.
-static inline __attribute__((always_inline)) void half_rows(int m, size_t n, size_t kc,
+static inline __attribute__((always_inline)) void half_rows(size_t m, size_t n, size_t kc,
                                                             const float *a, const float *b,
                                                             float *c, size_t ldc, bool add)
 {
-    __m256 acc0[MR], acc1[MR];
-    UNROLL for (int i = 0; i < m; ++i) {
-        acc0[i] = acc1[i] = _mm256_setzero_ps();
-        if (add) _mm_prefetch((const char *)(c + (size_t)i * ldc), _MM_HINT_T0);
+    EACH(ZERO)
+    if (add) {
+        EACH(PREFETCH)
     }
     for (size_t l = 0; l < kc; ++l, a += m, b += 32) {
         const __m256 b0 = _mm256_loadu_ps(b), b1 = _mm256_loadu_ps(b + 8);
-        UNROLL for (int i = 0; i < m; ++i) {
-            const __m256 ai = _mm256_broadcast_ss(a + i);
-            acc0[i] = _mm256_fmadd_ps(ai, b0, acc0[i]);
-            acc1[i] = _mm256_fmadd_ps(ai, b1, acc1[i]);
-        }
+        EACH(STEP)
     }
-    UNROLL for (int i = 0; i < m; ++i, c += ldc) {
-        add_store8(n, c, acc0[i], add);
-        add_store8(n > 8 ? n - 8 : 0, c + 8, acc1[i], add);
-    }
+    EACH(STORE)
 }
 
 static void tile_avx2(size_t m, size_t n, size_t kc, const float *a, const float *b, float *c,

@@ -17,35 +17,45 @@
 
 static inline __mmask16 mask_of(size_t n) { return (__mmask16)(n >= 16 ? 0xffffu : (1u << n) - 1); }
 
-static inline __attribute__((always_inline)) void tile_rows(int m, size_t n, size_t kc,
+// Accumulators have names, not an index: clang keeps an array of 28 in memory.
+#define EACH(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12) X(13)
+#define ZERO(i) __m512 acc0_##i = _mm512_setzero_ps(), acc1_##i = acc0_##i;
+#define PREFETCH(i)                                                 \
+    if (i < m) {                                                    \
+        _mm_prefetch((const char *)(c + i * ldc), _MM_HINT_T0);     \
+        _mm_prefetch((const char *)(c + i * ldc + 16), _MM_HINT_T0); \
+    }
+#define STEP(i)                                     \
+    if (i < m) {                                    \
+        const __m512 ai = _mm512_set1_ps(a[i]);     \
+        acc0_##i = _mm512_fmadd_ps(ai, b0, acc0_##i); \
+        acc1_##i = _mm512_fmadd_ps(ai, b1, acc1_##i); \
+    }
+#define STORE(i)                                                                                \
+    if (i < m) {                                                                                \
+        float *ci = c + i * ldc;                                                                \
+        if (add) {                                                                              \
+            acc0_##i = _mm512_add_ps(_mm512_maskz_loadu_ps(mask0, ci), acc0_##i);               \
+            acc1_##i = _mm512_add_ps(_mm512_maskz_loadu_ps(mask1, ci + 16), acc1_##i);          \
+        }                                                                                       \
+        _mm512_mask_storeu_ps(ci, mask0, acc0_##i);                                             \
+        _mm512_mask_storeu_ps(ci + 16, mask1, acc1_##i);                                        \
+    }
+
+static inline __attribute__((always_inline)) void tile_rows(size_t m, size_t n, size_t kc,
                                                             const float *a, const float *b,
                                                             float *c, size_t ldc, bool add)
 {
     const __mmask16 mask0 = mask_of(n), mask1 = mask_of(n > 16 ? n - 16 : 0);
-    __m512 acc0[MR], acc1[MR];
-    UNROLL for (int i = 0; i < m; ++i) {
-        acc0[i] = acc1[i] = _mm512_setzero_ps();
-        if (add) {
-            _mm_prefetch((const char *)(c + (size_t)i * ldc), _MM_HINT_T0);
-            _mm_prefetch((const char *)(c + (size_t)i * ldc + 16), _MM_HINT_T0);
-        }
+    EACH(ZERO)
+    if (add) {
+        EACH(PREFETCH)
     }
     for (size_t l = 0; l < kc; ++l, a += m, b += 32) {
         const __m512 b0 = _mm512_loadu_ps(b), b1 = _mm512_loadu_ps(b + 16);
-        UNROLL for (int i = 0; i < m; ++i) {
-            const __m512 ai = _mm512_set1_ps(a[i]);
-            acc0[i] = _mm512_fmadd_ps(ai, b0, acc0[i]);
-            acc1[i] = _mm512_fmadd_ps(ai, b1, acc1[i]);
-        }
+        EACH(STEP)
     }
-    UNROLL for (int i = 0; i < m; ++i, c += ldc) {
-        if (add) {
-            acc0[i] = _mm512_add_ps(_mm512_maskz_loadu_ps(mask0, c), acc0[i]);
-            acc1[i] = _mm512_add_ps(_mm512_maskz_loadu_ps(mask1, c + 16), acc1[i]);
-        }
-        _mm512_mask_storeu_ps(c, mask0, acc0[i]);
-        _mm512_mask_storeu_ps(c + 16, mask1, acc1[i]);
-    }
+    EACH(STORE)
 }
 
 static void tile_avx512(size_t m, size_t n, size_t kc, const float *a, const float *b, float *c,
