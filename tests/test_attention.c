@@ -207,11 +207,11 @@ static void compare(const problem *p, const judged *j, const char *level)
     for (size_t r = 0; r < rows; r++)
         for (size_t c = 0; c < s->rope; c++)
             look(&w[DKR], get(p->m[DKR], r, c), j->dkr[r * s->rope + c]);
-    // fp32: chains of d and of S terms. bf16: every result is rounded, and delta, a dot product of d_v
-    // rounded outputs, enters the gradients times the scale and a key or query (of up to 4).
+    // fp32: chains of d and of S terms. bf16: every result is rounded, and delta, a dot product of
+    // d_v rounded outputs, enters the gradients times the scale and a key or query (of up to 4).
     const double chain = sqrt((double)(d + s->v)) + sqrt((double)s->s) * 2;
     const double fp32 = ldexp(1, -24) * (16 + 4 * chain),
-                 bf16 = p->dtype == DPL_BF16 ? ldexp(1, -9) : 0;
+                 bf16 = p->dtype == DPL_BF16 ? ldexp(1, -8) : 0;
     const double delta = bf16 * sqrt((double)s->v) * p->scale * 4;
     for (int i = OUT; i < N_MATS; i++) {
         const double bound = (fp32 + bf16) * fmax(w[i].size, 1) + (i == OUT ? 0 : delta);

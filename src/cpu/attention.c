@@ -2,9 +2,9 @@
  * attention.c - causal attention within document segments, forward and backward, as MLA needs it.
  *
  * The S x S scores exist only as blocks of a few query tiles by KEY_BLOCK keys: forward keeps a
- * running maximum and sum of each query (online softmax), backward recomputes the probabilities from
- * the kept logsumexp. All products are tile products of the GEMM kernels on packed operands of one head.
- * Blocks start at fixed keys and every row has its own chain, so its bits depend on nothing else.
+ * running maximum and sum of each query (online softmax), backward recomputes the probabilities
+ * from the kept logsumexp. All products are tile products of the GEMM kernels on packed operands of
+ * one head. Blocks start at fixed keys, every row has its own chain: its bits depend on nothing else.
  */
 #include <assert.h>
 #include <math.h>
@@ -217,8 +217,8 @@ static span_of_segments span_segments(const int32_t *segment, size_t n)
     return s;
 }
 
-// False: no query of q0..q1 shares a segment with a key of k0..k1. Else *mixed_out says whether some
-// do not.
+// False: no query of q0..q1 shares a segment with a key of k0..k1. Else *mixed_out says whether a
+// pair may not.
 static bool block_visible(const attn_head *h, size_t q0, size_t q1, size_t k0, size_t k1,
                           bool *mixed_out)
 {
@@ -266,8 +266,8 @@ static void multiply_panels(const attn_head *h, size_t m, size_t kc, const float
 
 /* ---- forward --------------------------------------------------------------------------------- */
 
-// Scores to probabilities relative to the running maximum, which may rise and rescale what was summed
-// so far.
+// Scores to probabilities relative to the running maximum, which may rise and rescale what was
+// summed so far.
 static void soften_row(const attn_head *h, size_t i, size_t n, size_t n_keys, float *score)
 {
     const attn_work *w = &h->w;
@@ -374,7 +374,8 @@ void dpl_attention_forward(dpl_ctx *ctx, const dpl_attention *a, dpl_mat out, fl
 
 /* ---- backward -------------------------------------------------------------------------------- */
 
-// score becomes p = exp(score - lse), dp becomes dscore = p * (dp - delta); 0 where nothing is seen.
+// score becomes p = exp(score - lse), dp becomes dscore = p * (dp - delta); 0 where nothing is
+// seen.
 static void backward_row(const attn_head *h, size_t i, size_t row, size_t n, size_t n_keys,
                          float *score, float *dp)
 {
