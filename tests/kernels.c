@@ -10,8 +10,8 @@
 #include "kernels.h"
 
 #define CANARY_BYTES 64
-#define CANARY 0xa5
-#define TIME_S 2e-3 // one sample of a benchmark
+#define CANARY       0xa5
+#define TIME_S       2e-3 // one sample of a benchmark
 
 typedef struct kernel_guard {
     struct kernel_guard *next;
@@ -57,12 +57,16 @@ void kernel_done(kernel_test *t)
     }
 }
 
-float *kernel_floats(kernel_test *t, size_t n) { return kernel_buffer(t, n * sizeof(float)); }
+float *kernel_floats(kernel_test *t, size_t n)
+{
+    return kernel_buffer(t, n * sizeof(float));
+}
 
 float *kernel_random(kernel_test *t, size_t n)
 {
     float *x = kernel_floats(t, n);
-    for (size_t i = 0; i < n; ++i) x[i] = (float)dpl_rng_normal(t->seed, 0, t->n_drawn++);
+    for (size_t i = 0; i < n; ++i)
+        x[i] = (float)dpl_rng_normal(t->seed, 0, t->n_drawn++);
     return x;
 }
 
@@ -141,11 +145,16 @@ static bool parse(int argc, char **argv, options *o)
 {
     for (int i = 1; i < argc; ++i) {
         const char *value = i + 1 < argc ? argv[i + 1] : NULL;
-        if (strcmp(argv[i], "--bench") == 0) o->bench = true;
-        else if (strcmp(argv[i], "--function") == 0 && value) o->function = argv[++i];
-        else if (strcmp(argv[i], "--level") == 0 && value) o->level = argv[++i];
-        else if (strcmp(argv[i], "--seed") == 0 && value) o->seed = strtoull(argv[++i], NULL, 0);
-        else return false;
+        if (strcmp(argv[i], "--bench") == 0)
+            o->bench = true;
+        else if (strcmp(argv[i], "--function") == 0 && value)
+            o->function = argv[++i];
+        else if (strcmp(argv[i], "--level") == 0 && value)
+            o->level = argv[++i];
+        else if (strcmp(argv[i], "--seed") == 0 && value)
+            o->seed = strtoull(argv[++i], NULL, 0);
+        else
+            return false;
     }
     return true;
 }
@@ -155,10 +164,14 @@ static void run_entries(const kernel_entry *entry, dpl_cpu_level level, const op
 {
     for (; entry && entry->function; ++entry) {
         if (o->function && strcmp(o->function, entry->function) != 0) continue;
-        kernel_test t = {
-            .ref = dpl_cpu_kernels(DPL_CPU_REF), .k = dpl_cpu_kernels(level), .seed = o->seed,
-            .ok = true, .bench = o->bench, .function = entry->function,
-            .level = dpl_cpu_level_name(level), .n_calls = 1};
+        kernel_test t = {.ref = dpl_cpu_kernels(DPL_CPU_REF),
+                         .k = dpl_cpu_kernels(level),
+                         .seed = o->seed,
+                         .ok = true,
+                         .bench = o->bench,
+                         .function = entry->function,
+                         .level = dpl_cpu_level_name(level),
+                         .n_calls = 1};
         entry->body(&t);
         kernel_done(&t);
         ++*n_run;

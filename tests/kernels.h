@@ -33,8 +33,8 @@ extern const kernel_entry kernel_row_entries[] __attribute__((weak));
 
 // Guarded memory, released after the body. Its address is an odd multiple of 4 unless t->aligned.
 void *kernel_buffer(kernel_test *t, size_t bytes);
-float *kernel_floats(kernel_test *t, size_t n);   // poisoned
-float *kernel_random(kernel_test *t, size_t n);   // normally distributed
+float *kernel_floats(kernel_test *t, size_t n); // poisoned
+float *kernel_random(kernel_test *t, size_t n); // normally distributed
 uint16_t *kernel_random_bf16(kernel_test *t, size_t n);
 size_t kernel_pick(kernel_test *t, size_t low, size_t high); // low..high
 // Frees all buffers after looking at their canaries: call between shapes to keep memory small.
@@ -46,10 +46,11 @@ void kernel_near(kernel_test *t, const char *what, const float *got, const float
 void kernel_same(kernel_test *t, const char *what, const void *got, const void *want, size_t bytes);
 
 // Measures `call`, which does `amount` of `unit` (say 1e9 * GFLOP): printed as unit per second.
-#define KERNEL_BENCH(t, amount, unit, call)                                    \
-    while (kernel_bench_begin(t)) {                                            \
-        for (size_t i_call_ = 0; i_call_ < (t)->n_calls; ++i_call_) call;      \
-        kernel_bench_end(t, amount, unit);                                     \
+#define KERNEL_BENCH(t, amount, unit, call)                         \
+    while (kernel_bench_begin(t)) {                                 \
+        for (size_t i_call_ = 0; i_call_ < (t)->n_calls; ++i_call_) \
+            call;                                                   \
+        kernel_bench_end(t, amount, unit);                          \
     }
 bool kernel_bench_begin(kernel_test *t);
 void kernel_bench_end(kernel_test *t, double amount, const char *unit);

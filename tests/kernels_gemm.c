@@ -14,20 +14,24 @@ static void tile_shape(kernel_test *t, size_t m, size_t n, size_t depth, bool ad
     const float *a = kernel_random(t, depth * m);
     float *got = kernel_floats(t, m * ldc), *want = kernel_floats(t, m * ldc);
     for (size_t i = 0; add && i < m; ++i) {
-        for (size_t j = 0; j < n; ++j) got[i * ldc + j] = want[i * ldc + j] = (float)(i + j);
+        for (size_t j = 0; j < n; ++j)
+            got[i * ldc + j] = want[i * ldc + j] = (float)(i + j);
     }
     // The plain tile has fewer rows; a row does not depend on the others.
     float *row = kernel_floats(t, depth);
     for (size_t i = 0; i < m; ++i) {
-        for (size_t l = 0; l < depth; ++l) row[l] = a[l * m + i];
+        for (size_t l = 0; l < depth; ++l)
+            row[l] = a[l * m + i];
         t->ref->gemm.tile(1, n, depth, row, b, want + i * ldc, ldc, add);
     }
     t->k->gemm.tile(m, n, depth, a, b, got, ldc, add);
     double sum = 0, largest = 0;
     for (size_t l = 0; l < depth; ++l) {
         double a_max = 0, b_max = 0;
-        for (size_t i = 0; i < m; ++i) a_max = fmax(a_max, fabs((double)a[l * m + i]));
-        for (size_t j = 0; j < 32; ++j) b_max = fmax(b_max, fabs((double)b[l * 32 + j]));
+        for (size_t i = 0; i < m; ++i)
+            a_max = fmax(a_max, fabs((double)a[l * m + i]));
+        for (size_t j = 0; j < 32; ++j)
+            b_max = fmax(b_max, fabs((double)b[l * 32 + j]));
         sum += a_max * b_max;
     }
     largest = add ? (double)(m + n) : 0;
@@ -36,8 +40,10 @@ static void tile_shape(kernel_test *t, size_t m, size_t n, size_t depth, bool ad
     // The bits of a row are the same in a tile of its own.
     float *alone = kernel_floats(t, n);
     for (size_t i = 0; i < m; ++i) {
-        for (size_t l = 0; l < depth; ++l) row[l] = a[l * m + i];
-        for (size_t j = 0; add && j < n; ++j) alone[j] = (float)(i + j);
+        for (size_t l = 0; l < depth; ++l)
+            row[l] = a[l * m + i];
+        for (size_t j = 0; add && j < n; ++j)
+            alone[j] = (float)(i + j);
         t->k->gemm.tile(1, n, depth, row, b, alone, n, add);
         kernel_same(t, "a row alone", alone, got + i * ldc, n * sizeof *alone);
     }
@@ -60,8 +66,8 @@ static void check_tile(kernel_test *t)
                  t->k->gemm.tile(mr, 32, DPL_GEMM_KC, a, b, c, 32, false));
 }
 
-typedef void (*pack_fn)(dpl_gemm_load load, size_t m, size_t kc, const void *src, size_t ld, size_t w,
-                        float *dst);
+typedef void (*pack_fn)(dpl_gemm_load load, size_t m, size_t kc, const void *src, size_t ld,
+                        size_t w, float *dst);
 
 static void check_pack(kernel_test *t, pack_fn pack, pack_fn ref, bool rows)
 {
@@ -104,7 +110,8 @@ static void check_peak_fma(kernel_test *t)
     float *sink = kernel_random(t, 34);
     sink[32] = 0.5f, sink[33] = 1;
     if (!(t->k->gemm.peak_fma(100, sink) >= 100 * 2)) kernel_same(t, "operations", "0", "1", 1);
-    for (size_t i = 0; i < 12; ++i) kernel_near(t, "fixed point", &sink[i], &(float){2}, 1, 1e-6);
+    for (size_t i = 0; i < 12; ++i)
+        kernel_near(t, "fixed point", &sink[i], &(float){2}, 1, 1e-6);
     KERNEL_BENCH(t, t->k->gemm.peak_fma(1000, sink), "FLOP", t->k->gemm.peak_fma(1000, sink));
 }
 

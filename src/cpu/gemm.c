@@ -8,11 +8,11 @@
  */
 #include "cpu/row_io.h"
 
-#define M_BLOCK 256  // rows of the packed left operand: M_BLOCK * DPL_GEMM_KC floats in L2
-#define M_SPLIT 56   // rows are not split finer than this for more tasks
-#define P_ROUNDED 8  // panels of a block whose result is rounded to bf16 at the end
-#define COST_MIN 1e6 // multiply-adds, below which another task costs more than it brings
-#define ROWS_BYTES 8 // reading a group's weight costs about as much as so many rows
+#define M_BLOCK    256 // rows of the packed left operand: M_BLOCK * DPL_GEMM_KC floats in L2
+#define M_SPLIT    56  // rows are not split finer than this for more tasks
+#define P_ROUNDED  8   // panels of a block whose result is rounded to bf16 at the end
+#define COST_MIN   1e6 // multiply-adds, below which another task costs more than it brings
+#define ROWS_BYTES 8   // reading a group's weight costs about as much as so many rows
 
 typedef enum gemm_op { FORWARD, DGRAD, WGRAD } gemm_op;
 
@@ -101,7 +101,10 @@ static dpl_gemm_load load_of(dpl_dtype stored, dpl_dtype operand)
 }
 
 // Rows m0 .. m0+m of the block's tile i, evenly cut so that no tile is left with a row or two.
-static size_t tile_first(const gemm_block *b, size_t i, size_t n_tiles) { return i * b->m / n_tiles; }
+static size_t tile_first(const gemm_block *b, size_t i, size_t n_tiles)
+{
+    return i * b->m / n_tiles;
+}
 
 static void pack_left(const gemm_block *b, size_t n_tiles, size_t l0, size_t depth)
 {
@@ -120,7 +123,8 @@ static void pack_left(const gemm_block *b, size_t n_tiles, size_t l0, size_t dep
     }
 }
 
-// The right operand (depth, 32) of panel p from contraction index l0 on. An F32 weight is used in place.
+// The right operand (depth, 32) of panel p from contraction index l0 on. An F32 weight is used in
+// place.
 static const float *right_panel(const gemm_block *b, size_t p, size_t l0, size_t depth)
 {
     const gemm_args *a = b->a;
@@ -188,8 +192,10 @@ static size_t find_group(const size_t *first_task, size_t n_groups, size_t task)
     size_t low = 0, high = n_groups; // first_task[low] <= task < first_task[high]
     while (high - low > 1) {
         const size_t mid = (low + high) / 2;
-        if (first_task[mid] <= task) low = mid;
-        else high = mid;
+        if (first_task[mid] <= task)
+            low = mid;
+        else
+            high = mid;
     }
     return low;
 }
@@ -236,7 +242,8 @@ static void run_gemm(dpl_ctx *ctx, const void *args)
     gemm_run run = {.a = a, .ctx = ctx};
     double cost = 0;
     size_t n_tasks = 0, row;
-    for (size_t g = 0; g < a->groups.n; ++g) cost += group_cost(a, group_rows(&a->groups, g, &row));
+    for (size_t g = 0; g < a->groups.n; ++g)
+        cost += group_cost(a, group_rows(&a->groups, g, &row));
     run.cost_task = DPL_MAX(cost / (4 * dpl_pool_threads(ctx->pool)), COST_MIN);
     for (size_t g = 0; g < a->groups.n; ++g) {
         const gemm_shape s = group_shape(a, g, run.cost_task);
@@ -259,24 +266,44 @@ static void submit_gemm(dpl_ctx *ctx, gemm_args *a)
 
 void dpl_gemm_forward(dpl_ctx *ctx, dpl_mat x, const dpl_weight *w, dpl_groups groups, dpl_mat y)
 {
-    gemm_args a = {.op = FORWARD, .left = x, .out = y, .weight = w->p, .operand = w->dtype,
-                   .groups = groups, .n = w->n, .k = w->k};
+    gemm_args a = {.op = FORWARD,
+                   .left = x,
+                   .out = y,
+                   .weight = w->p,
+                   .operand = w->dtype,
+                   .groups = groups,
+                   .n = w->n,
+                   .k = w->k};
     submit_gemm(ctx, &a);
 }
 
 void dpl_gemm_dgrad(dpl_ctx *ctx, dpl_mat dy, const dpl_weight *w, dpl_groups groups, dpl_mat dx,
                     bool accumulate)
 {
-    gemm_args a = {.op = DGRAD, .left = dy, .out = dx, .weight = w->p, .operand = w->dtype,
-                   .groups = groups, .n = w->n, .k = w->k, .accumulate = accumulate};
+    gemm_args a = {.op = DGRAD,
+                   .left = dy,
+                   .out = dx,
+                   .weight = w->p,
+                   .operand = w->dtype,
+                   .groups = groups,
+                   .n = w->n,
+                   .k = w->k,
+                   .accumulate = accumulate};
     submit_gemm(ctx, &a);
 }
 
 void dpl_gemm_wgrad(dpl_ctx *ctx, dpl_mat dy, dpl_mat x, dpl_groups groups, size_t n, size_t k,
                     dpl_dtype operand, float *dw)
 {
-    gemm_args a = {.op = WGRAD, .left = x, .right = dy, .out = dpl_mat_f32(dw, DPL_PANEL),
-                   .operand = operand, .groups = groups, .n = n, .k = k, .accumulate = true};
+    gemm_args a = {.op = WGRAD,
+                   .left = x,
+                   .right = dy,
+                   .out = dpl_mat_f32(dw, DPL_PANEL),
+                   .operand = operand,
+                   .groups = groups,
+                   .n = n,
+                   .k = k,
+                   .accumulate = true};
     submit_gemm(ctx, &a);
 }
 
@@ -325,7 +352,8 @@ void dpl_panel_pack(dpl_ctx *ctx, const float *src, size_t n_groups, size_t n, s
     dpl_ctx_submit(ctx, run_panels, &a, sizeof a, &span, 1);
 }
 
-void dpl_panel_unpack(dpl_ctx *ctx, const float *src, size_t n_groups, size_t n, size_t k, float *dst)
+void dpl_panel_unpack(dpl_ctx *ctx, const float *src, size_t n_groups, size_t n, size_t k,
+                      float *dst)
 {
     const panel_args a = {src, dst, n_groups, n, k, true};
     const dpl_span span = {dst, n_groups * n * k * sizeof *dst};
@@ -386,9 +414,11 @@ static void bias_cols(void *arg, size_t i_task, int i_thread)
             const float *dy = dpl_row_load(run->k, dpl_mat_at(a->y, row, col), 0, n, buffer);
             run->k->add(dy, part, part, n);
         }
-        for (size_t j = 0; j < n; ++j) sum[j] += (double)part[j];
+        for (size_t j = 0; j < n; ++j)
+            sum[j] += (double)part[j];
     }
-    for (size_t j = 0; j < n; ++j) a->dbias[col + j] += (float)sum[j];
+    for (size_t j = 0; j < n; ++j)
+        a->dbias[col + j] += (float)sum[j];
 }
 
 static void run_bias_backward(dpl_ctx *ctx, const void *args)

@@ -22,10 +22,10 @@ typedef enum dpl_gemm_load {
 typedef struct dpl_gemm_kernels {
     const char *name;
     size_t mr; // the most rows that a tile may have
-    // c[i*ldc + j] (+= if add, else =) sum over l of a[l*m + i] * b[l*32 + j], i < m <= mr, j < n <= 32.
-    // Only n columns of c are touched; b has 32.
-    void (*tile)(size_t m, size_t n, size_t kc, const float *a, const float *b, float *c, size_t ldc,
-                 bool add);
+    // c[i*ldc + j] (+= if add, else =) sum over l of a[l*m + i] * b[l*32 + j], for i < m <= mr and
+    // j < n <= 32. Only n columns of c are touched; b has 32.
+    void (*tile)(size_t m, size_t n, size_t kc, const float *a, const float *b, float *c,
+                 size_t ldc, bool add);
     // dst[l*w + i] = src[i*ld + l] for i < m, l < kc, and 0 for m <= i < w.
     void (*pack_rows)(dpl_gemm_load load, size_t m, size_t kc, const void *src, size_t ld, size_t w,
                       float *dst);

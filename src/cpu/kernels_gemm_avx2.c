@@ -44,10 +44,10 @@ static inline void add_store8(size_t n, float *c, __m256 acc, bool add)
         acc0_##i = _mm256_fmadd_ps(ai, b0, acc0_##i); \
         acc1_##i = _mm256_fmadd_ps(ai, b1, acc1_##i); \
     }
-#define STORE(i)                                                        \
-    if (i < m) {                                                        \
-        add_store8(n, c + i * ldc, acc0_##i, add);                      \
-        add_store8(n > 8 ? n - 8 : 0, c + i * ldc + 8, acc1_##i, add);  \
+#define STORE(i)                                                       \
+    if (i < m) {                                                       \
+        add_store8(n, c + i * ldc, acc0_##i, add);                     \
+        add_store8(n > 8 ? n - 8 : 0, c + i * ldc + 8, acc1_##i, add); \
     }
 
 // 16 columns of a tile, of which n are stored.
@@ -71,8 +71,10 @@ static void tile_avx2(size_t m, size_t n, size_t kc, const float *a, const float
 {
     for (size_t j = 0; j < n; j += 16) {
         switch (m) {
-#define ROWS(i) \
-    case i: half_rows(i, n - j, kc, a, b + j, c + j, ldc, add); break;
+#define ROWS(i)                                             \
+    case i:                                                 \
+        half_rows(i, n - j, kc, a, b + j, c + j, ldc, add); \
+        break;
             ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6)
 #undef ROWS
         }
@@ -102,7 +104,8 @@ static inline __m256 load8(dpl_gemm_load load, size_t n, const void *src, size_t
         const uint16_t *p = (const uint16_t *)src + i;
         if (n >= 8) return expand8(_mm_loadu_si128((const __m128i *)p));
         uint16_t some[8] = {0};
-        for (size_t j = 0; j < n; ++j) some[j] = p[j];
+        for (size_t j = 0; j < n; ++j)
+            some[j] = p[j];
         return expand8(_mm_loadu_si128((const __m128i *)some));
     }
     const float *p = (const float *)src + i;
@@ -114,14 +117,17 @@ static inline __m256 load8(dpl_gemm_load load, size_t n, const void *src, size_t
 // Stores n lanes, or all 8 where what follows will be overwritten anyway: masked stores are slow.
 static inline void store8(size_t n, bool all, float *dst, __m256 x)
 {
-    if (n >= 8 || all) _mm256_storeu_ps(dst, x);
-    else _mm256_maskstore_ps(dst, mask_of(n), x);
+    if (n >= 8 || all)
+        _mm256_storeu_ps(dst, x);
+    else
+        _mm256_maskstore_ps(dst, mask_of(n), x);
 }
 
 static inline __attribute__((always_inline)) void transpose8(__m256 r[8])
 {
     __m256 t[8];
-    UNROLL for (int i = 0; i < 8; i += 4) {
+    UNROLL for (int i = 0; i < 8; i += 4)
+    {
         const __m256 lo0 = _mm256_unpacklo_ps(r[i], r[i + 1]);
         const __m256 hi0 = _mm256_unpackhi_ps(r[i], r[i + 1]);
         const __m256 lo1 = _mm256_unpacklo_ps(r[i + 2], r[i + 3]);
@@ -131,22 +137,26 @@ static inline __attribute__((always_inline)) void transpose8(__m256 r[8])
         t[i + 2] = _mm256_shuffle_ps(hi0, hi1, 0x44);
         t[i + 3] = _mm256_shuffle_ps(hi0, hi1, 0xee);
     }
-    UNROLL for (int i = 0; i < 4; ++i) {
+    UNROLL for (int i = 0; i < 4; ++i)
+    {
         r[i] = _mm256_permute2f128_ps(t[i], t[i + 4], 0x20);
         r[i + 4] = _mm256_permute2f128_ps(t[i], t[i + 4], 0x31);
     }
 }
 
-static inline __attribute__((always_inline)) void
-pack_rows_as(dpl_gemm_load load, size_t m, size_t kc, const void *src, size_t ld, size_t w,
-             float *dst)
+static inline __attribute__((always_inline)) void pack_rows_as(dpl_gemm_load load, size_t m,
+                                                               size_t kc, const void *src,
+                                                               size_t ld, size_t w, float *dst)
 {
     for (size_t i0 = 0; i0 < w; i0 += 8) {
         for (size_t l0 = 0; l0 < kc; l0 += 8) {
             __m256 r[8];
-            UNROLL for (size_t i = 0; i < 8; ++i) {
-                if (i0 + i < m) r[i] = load8(load, kc - l0, src, (i0 + i) * ld + l0);
-                else r[i] = _mm256_setzero_ps();
+            UNROLL for (size_t i = 0; i < 8; ++i)
+            {
+                if (i0 + i < m)
+                    r[i] = load8(load, kc - l0, src, (i0 + i) * ld + l0);
+                else
+                    r[i] = _mm256_setzero_ps();
             }
             transpose8(r);
             const size_t n_l = DPL_MIN(kc - l0, (size_t)8);
@@ -161,14 +171,17 @@ pack_rows_as(dpl_gemm_load load, size_t m, size_t kc, const void *src, size_t ld
 static void pack_rows_avx2(dpl_gemm_load load, size_t m, size_t kc, const void *src, size_t ld,
                            size_t w, float *dst)
 {
-    if (load == DPL_LOAD_F32) pack_rows_as(DPL_LOAD_F32, m, kc, src, ld, w, dst);
-    else if (load == DPL_LOAD_BF16) pack_rows_as(DPL_LOAD_BF16, m, kc, src, ld, w, dst);
-    else pack_rows_as(DPL_LOAD_ROUNDED, m, kc, src, ld, w, dst);
+    if (load == DPL_LOAD_F32)
+        pack_rows_as(DPL_LOAD_F32, m, kc, src, ld, w, dst);
+    else if (load == DPL_LOAD_BF16)
+        pack_rows_as(DPL_LOAD_BF16, m, kc, src, ld, w, dst);
+    else
+        pack_rows_as(DPL_LOAD_ROUNDED, m, kc, src, ld, w, dst);
 }
 
-static inline __attribute__((always_inline)) void
-pack_cols_as(dpl_gemm_load load, size_t m, size_t kc, const void *src, size_t ld, size_t w,
-             float *dst)
+static inline __attribute__((always_inline)) void pack_cols_as(dpl_gemm_load load, size_t m,
+                                                               size_t kc, const void *src,
+                                                               size_t ld, size_t w, float *dst)
 {
     for (size_t l = 0; l < kc; ++l) {
         for (size_t i = 0; i < w; i += 8) {
@@ -182,9 +195,12 @@ pack_cols_as(dpl_gemm_load load, size_t m, size_t kc, const void *src, size_t ld
 static void pack_cols_avx2(dpl_gemm_load load, size_t m, size_t kc, const void *src, size_t ld,
                            size_t w, float *dst)
 {
-    if (load == DPL_LOAD_F32) pack_cols_as(DPL_LOAD_F32, m, kc, src, ld, w, dst);
-    else if (load == DPL_LOAD_BF16) pack_cols_as(DPL_LOAD_BF16, m, kc, src, ld, w, dst);
-    else pack_cols_as(DPL_LOAD_ROUNDED, m, kc, src, ld, w, dst);
+    if (load == DPL_LOAD_F32)
+        pack_cols_as(DPL_LOAD_F32, m, kc, src, ld, w, dst);
+    else if (load == DPL_LOAD_BF16)
+        pack_cols_as(DPL_LOAD_BF16, m, kc, src, ld, w, dst);
+    else
+        pack_cols_as(DPL_LOAD_ROUNDED, m, kc, src, ld, w, dst);
 }
 
 static double peak_fma_avx2(size_t n_rounds, float *sink)

@@ -15,31 +15,34 @@
 #define UNROLL _Pragma("GCC unroll 32")
 #endif
 
-static inline __mmask16 mask_of(size_t n) { return (__mmask16)(n >= 16 ? 0xffffu : (1u << n) - 1); }
+static inline __mmask16 mask_of(size_t n)
+{
+    return (__mmask16)(n >= 16 ? 0xffffu : (1u << n) - 1);
+}
 
 // Accumulators have names, not an index: clang keeps an array of 28 in memory.
 #define EACH(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12) X(13)
 #define ZERO(i) __m512 acc0_##i = _mm512_setzero_ps(), acc1_##i = acc0_##i;
-#define PREFETCH(i)                                                 \
-    if (i < m) {                                                    \
-        _mm_prefetch((const char *)(c + i * ldc), _MM_HINT_T0);     \
+#define PREFETCH(i)                                                  \
+    if (i < m) {                                                     \
+        _mm_prefetch((const char *)(c + i * ldc), _MM_HINT_T0);      \
         _mm_prefetch((const char *)(c + i * ldc + 16), _MM_HINT_T0); \
     }
-#define STEP(i)                                     \
-    if (i < m) {                                    \
-        const __m512 ai = _mm512_set1_ps(a[i]);     \
+#define STEP(i)                                       \
+    if (i < m) {                                      \
+        const __m512 ai = _mm512_set1_ps(a[i]);       \
         acc0_##i = _mm512_fmadd_ps(ai, b0, acc0_##i); \
         acc1_##i = _mm512_fmadd_ps(ai, b1, acc1_##i); \
     }
-#define STORE(i)                                                                                \
-    if (i < m) {                                                                                \
-        float *ci = c + i * ldc;                                                                \
-        if (add) {                                                                              \
-            acc0_##i = _mm512_add_ps(_mm512_maskz_loadu_ps(mask0, ci), acc0_##i);               \
-            acc1_##i = _mm512_add_ps(_mm512_maskz_loadu_ps(mask1, ci + 16), acc1_##i);          \
-        }                                                                                       \
-        _mm512_mask_storeu_ps(ci, mask0, acc0_##i);                                             \
-        _mm512_mask_storeu_ps(ci + 16, mask1, acc1_##i);                                        \
+#define STORE(i)                                                                       \
+    if (i < m) {                                                                       \
+        float *ci = c + i * ldc;                                                       \
+        if (add) {                                                                     \
+            acc0_##i = _mm512_add_ps(_mm512_maskz_loadu_ps(mask0, ci), acc0_##i);      \
+            acc1_##i = _mm512_add_ps(_mm512_maskz_loadu_ps(mask1, ci + 16), acc1_##i); \
+        }                                                                              \
+        _mm512_mask_storeu_ps(ci, mask0, acc0_##i);                                    \
+        _mm512_mask_storeu_ps(ci + 16, mask1, acc1_##i);                               \
     }
 
 static inline __attribute__((always_inline)) void tile_rows(size_t m, size_t n, size_t kc,
@@ -62,16 +65,22 @@ static void tile_avx512(size_t m, size_t n, size_t kc, const float *a, const flo
                         size_t ldc, bool add)
 {
     switch (m) {
-#define ROWS(i) \
-    case i: tile_rows(i, n, kc, a, b, c, ldc, add); break;
-        ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7)
-        ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12) ROWS(13) ROWS(14)
+#define ROWS(i)                                 \
+    case i:                                     \
+        tile_rows(i, n, kc, a, b, c, ldc, add); \
+        break;
+        ROWS(1)
+        ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)
+            ROWS(13) ROWS(14)
 #undef ROWS
     }
 }
 
 // fp32 bits of 16 bf16; round to nearest even, NaN made quiet, as dpl_f32_to_bf16 does.
-static inline __m512i expand16(__m256i h) { return _mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16); }
+static inline __m512i expand16(__m256i h)
+{
+    return _mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16);
+}
 
 static inline __m256i round16(__m512 x)
 {
@@ -107,7 +116,8 @@ static inline __m512 pair_hi(__m512 a, __m512 b)
 static inline __attribute__((always_inline)) void transpose16(__m512 r[16])
 {
     __m512 t[16];
-    UNROLL for (int i = 0; i < 16; i += 4) { // 4x4 blocks inside each 128-bit lane
+    UNROLL for (int i = 0; i < 16; i += 4)
+    { // 4x4 blocks inside each 128-bit lane
         const __m512 lo0 = _mm512_unpacklo_ps(r[i], r[i + 1]);
         const __m512 hi0 = _mm512_unpackhi_ps(r[i], r[i + 1]);
         const __m512 lo1 = _mm512_unpacklo_ps(r[i + 2], r[i + 3]);
@@ -117,7 +127,8 @@ static inline __attribute__((always_inline)) void transpose16(__m512 r[16])
         t[i + 2] = pair_lo(hi0, hi1);
         t[i + 3] = pair_hi(hi0, hi1);
     }
-    UNROLL for (int i = 0; i < 4; ++i) { // then the 4x4 lanes
+    UNROLL for (int i = 0; i < 4; ++i)
+    { // then the 4x4 lanes
         const __m512 x0 = _mm512_shuffle_f32x4(t[i], t[i + 4], 0x88);
         const __m512 x1 = _mm512_shuffle_f32x4(t[i], t[i + 4], 0xdd);
         const __m512 y0 = _mm512_shuffle_f32x4(t[i + 8], t[i + 12], 0x88);
@@ -129,16 +140,17 @@ static inline __attribute__((always_inline)) void transpose16(__m512 r[16])
     }
 }
 
-static inline __attribute__((always_inline)) void
-pack_rows_as(dpl_gemm_load load, size_t m, size_t kc, const void *src, size_t ld, size_t w,
-             float *dst)
+static inline __attribute__((always_inline)) void pack_rows_as(dpl_gemm_load load, size_t m,
+                                                               size_t kc, const void *src,
+                                                               size_t ld, size_t w, float *dst)
 {
     for (size_t i0 = 0; i0 < w; i0 += 16) {
         const __mmask16 out = mask_of(w - i0);
         for (size_t l0 = 0; l0 < kc; l0 += 16) {
             const __mmask16 in = mask_of(kc - l0);
             __m512 r[16];
-            UNROLL for (size_t i = 0; i < 16; ++i) {
+            UNROLL for (size_t i = 0; i < 16; ++i)
+            {
                 const bool real = i0 + i < m;
                 r[i] = load16(load, real ? in : 0, src, real ? (i0 + i) * ld + l0 : 0);
             }
@@ -147,7 +159,8 @@ pack_rows_as(dpl_gemm_load load, size_t m, size_t kc, const void *src, size_t ld
             if (kc - l0 >= 16) {
                 UNROLL for (size_t l = 0; l < 16; ++l) _mm512_mask_storeu_ps(d + l * w, out, r[l]);
             } else {
-                for (size_t l = 0; l < kc - l0; ++l) _mm512_mask_storeu_ps(d + l * w, out, r[l]);
+                for (size_t l = 0; l < kc - l0; ++l)
+                    _mm512_mask_storeu_ps(d + l * w, out, r[l]);
             }
         }
     }
@@ -156,14 +169,17 @@ pack_rows_as(dpl_gemm_load load, size_t m, size_t kc, const void *src, size_t ld
 static void pack_rows_avx512(dpl_gemm_load load, size_t m, size_t kc, const void *src, size_t ld,
                              size_t w, float *dst)
 {
-    if (load == DPL_LOAD_F32) pack_rows_as(DPL_LOAD_F32, m, kc, src, ld, w, dst);
-    else if (load == DPL_LOAD_BF16) pack_rows_as(DPL_LOAD_BF16, m, kc, src, ld, w, dst);
-    else pack_rows_as(DPL_LOAD_ROUNDED, m, kc, src, ld, w, dst);
+    if (load == DPL_LOAD_F32)
+        pack_rows_as(DPL_LOAD_F32, m, kc, src, ld, w, dst);
+    else if (load == DPL_LOAD_BF16)
+        pack_rows_as(DPL_LOAD_BF16, m, kc, src, ld, w, dst);
+    else
+        pack_rows_as(DPL_LOAD_ROUNDED, m, kc, src, ld, w, dst);
 }
 
-static inline __attribute__((always_inline)) void
-pack_cols_as(dpl_gemm_load load, size_t m, size_t kc, const void *src, size_t ld, size_t w,
-             float *dst)
+static inline __attribute__((always_inline)) void pack_cols_as(dpl_gemm_load load, size_t m,
+                                                               size_t kc, const void *src,
+                                                               size_t ld, size_t w, float *dst)
 {
     for (size_t i0 = 0; i0 < w; i0 += 16) {
         const __mmask16 out = mask_of(w - i0), in = m > i0 ? mask_of(m - i0) : 0;
@@ -176,9 +192,12 @@ pack_cols_as(dpl_gemm_load load, size_t m, size_t kc, const void *src, size_t ld
 static void pack_cols_avx512(dpl_gemm_load load, size_t m, size_t kc, const void *src, size_t ld,
                              size_t w, float *dst)
 {
-    if (load == DPL_LOAD_F32) pack_cols_as(DPL_LOAD_F32, m, kc, src, ld, w, dst);
-    else if (load == DPL_LOAD_BF16) pack_cols_as(DPL_LOAD_BF16, m, kc, src, ld, w, dst);
-    else pack_cols_as(DPL_LOAD_ROUNDED, m, kc, src, ld, w, dst);
+    if (load == DPL_LOAD_F32)
+        pack_cols_as(DPL_LOAD_F32, m, kc, src, ld, w, dst);
+    else if (load == DPL_LOAD_BF16)
+        pack_cols_as(DPL_LOAD_BF16, m, kc, src, ld, w, dst);
+    else
+        pack_cols_as(DPL_LOAD_ROUNDED, m, kc, src, ld, w, dst);
 }
 
 static double peak_fma_avx512(size_t n_rounds, float *sink)

@@ -1,0 +1,620 @@
+/*
+ * test_gemm.c - the grouped GEMM, its gradients, panels and bias against fp64 loops at all levels.
+ *
+ * Tolerances follow from the arithmetic: a sum of n fp32 products errs by at most about
+ * (n + blocks) * eps * sum |a b|; a result stored as bf16 by 2^-9 of itself on top.
+ */
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+
+#include <cmocka.h>
+
+#include <float.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <time.h>
+
+#include "cpu/ops.h"
+
+#define GROUPS_MAX 32
+#define SAMPLES    400 // elements of a result that are checked when it has more
+#define EXTRA_ROWS 2   // rows beyond the last group, which nobody may touch
+
+static uint64_t seed, n_drawn;
+
+// Uniform in -2 .. 2 with 24 bits: operands are many, so this is cheap.
+static float draw(void)
+{
+    const uint64_t bits = (seed + ++n_drawn) * 0x9e3779b97f4a7c15u;
+    return (float)(((bits ^ bits >> 29) * 0xbf58476d1ce4e5b9u) >> 40) * 0x1p-22f - 2;
+}
+
+static dpl_ctx *open_ctx(const char *level, int n_threads, bool deferred)
+{
+    dpl_ctx *ctx = NULL;
+    setenv("DPL_CPU", level, 1);
+    if (dpl_ctx_create(n_threads, deferred, 0, &ctx) != DPL_OK) {
+        print_message("SKIPPED level %s: %s\n", level, dpl_error_message());
+    }
+    unsetenv("DPL_CPU");
+    return ctx;
+}
+
+static const char *const levels[] = {"ref", "avx2", "avx512"};
+
+/* ---- a problem: operands, and results with everything poisoned that must not be written -------- */
+
+typedef struct problem {
+    size_t n_groups, n, k, n_rows, gap; // gap: elements between rows
+    int64_t offsets[GROUPS_MAX + 1];
+    dpl_dtype act, weight; // dtypes in memory
+    dpl_mat x, dy;
+    float *w_plain, *w_panels;
+    uint16_t *w_bf16;
+    dpl_weight w;
+} problem;
+
+typedef struct result {
+    dpl_mat y, dx, dx_sum;
+    float *dw;
+} result;
+
+static void *poisoned(size_t bytes)
+{
+    void *p = malloc(bytes ? bytes : 1);
+    assert_non_null(p);
+    memset(p, 0xff, bytes);
+    return p;
+}
+
+static size_t mat_bytes(size_t rows, size_t ld, dpl_dtype dtype)
+{
+    return rows * ld * dpl_dtype_bytes(dtype);
+}
+
+static double element(dpl_mat m, size_t row, size_t col)
+{
+    const void *p = dpl_mat_at(m, row, col).p;
+    return m.dtype == DPL_F32 ? (double)*(const float *)p
+                              : (double)dpl_bf16_to_f32(*(const uint16_t *)p);
+}
+
+// Exactly as long as its last element: a read past it is found by the sanitizer.
+static dpl_mat random_mat(size_t rows, size_t cols, size_t gap, dpl_dtype dtype)
+{
+    const size_t ld = cols + gap, n = rows ? (rows - 1) * ld + cols : 0;
+    dpl_mat m = {poisoned(n * dpl_dtype_bytes(dtype)), ld, dtype};
+    for (size_t r = 0; r < rows; ++r) {
+        for (size_t c = 0; c < cols; ++c) {
+            const float v = draw();
+            if (dtype == DPL_F32)
+                *(float *)dpl_mat_at(m, r, c).p = v;
+            else
+                *(uint16_t *)dpl_mat_at(m, r, c).p = dpl_f32_to_bf16(v);
+        }
+    }
+    return m;
+}
+
+static problem make_problem(size_t n_groups, const int *sizes, size_t n, size_t k, size_t gap,
+                            dpl_dtype act, dpl_dtype weight)
+{
+    problem p = {.n_groups = n_groups, .n = n, .k = k, .gap = gap, .act = act, .weight = weight};
+    const size_t n_w = n_groups * n * k, n_panels = n_groups * dpl_panel_elems(n, k);
+    for (size_t g = 0; g < n_groups; ++g)
+        p.offsets[g + 1] = p.offsets[g] + sizes[g];
+    p.n_rows = (size_t)p.offsets[n_groups];
+    p.x = random_mat(p.n_rows, k, gap, act);
+    p.dy = random_mat(p.n_rows, n, gap, act);
+    p.w_plain = poisoned(n_w * sizeof(float));
+    p.w_panels = dpl_alloc(n_panels * sizeof(float));
+    p.w_bf16 = dpl_alloc(n_panels * sizeof(uint16_t));
+    for (size_t i = 0; i < n_w; ++i) {
+        p.w_plain[i] = draw();
+        if (weight == DPL_BF16) p.w_plain[i] = dpl_bf16_to_f32(dpl_f32_to_bf16(p.w_plain[i]));
+        const size_t g = i / (n * k), r = i / k % n, c = i % k;
+        const size_t at = g * dpl_panel_elems(n, k) + dpl_panel_index(r, c, k);
+        p.w_panels[at] = p.w_plain[i];
+        p.w_bf16[at] = dpl_f32_to_bf16(p.w_plain[i]);
+    }
+    p.w = (dpl_weight){weight == DPL_BF16 ? (void *)p.w_bf16 : (void *)p.w_panels, weight, n_groups,
+                       n, k};
+    return p;
+}
+
+static void free_problem(problem *p)
+{
+    free(p->x.p), free(p->dy.p), free(p->w_plain);
+    dpl_free(p->w_panels), dpl_free(p->w_bf16);
+}
+
+static float dw_start(size_t g, size_t n, size_t k)
+{
+    return (float)(1 + g + n % 7) + (float)(k % 5) / 4;
+}
+static float dx_start(size_t row, size_t k)
+{
+    return (float)(row % 3) - (float)(k % 11) / 8;
+}
+
+static result make_result(const problem *p)
+{
+    const size_t rows = p->n_rows + EXTRA_ROWS, ld_y = p->n + p->gap, ld_x = p->k + p->gap;
+    result r = {.y = {poisoned(mat_bytes(rows, ld_y, p->act)), ld_y, p->act},
+                .dx = {poisoned(mat_bytes(rows, ld_x, p->act)), ld_x, p->act},
+                .dx_sum = {poisoned(mat_bytes(rows, ld_x, DPL_F32)), ld_x, DPL_F32},
+                .dw = poisoned(p->n_groups * dpl_panel_elems(p->n, p->k) * sizeof(float))};
+    for (size_t i = 0; i < p->n_rows * p->k; ++i) {
+        *(float *)dpl_mat_at(r.dx_sum, i / p->k, i % p->k).p = dx_start(i / p->k, i % p->k);
+    }
+    // Groups without rows and the padding of panels keep their poison.
+    for (size_t g = 0; g < p->n_groups; ++g) {
+        if (p->offsets[g] == p->offsets[g + 1]) continue;
+        for (size_t i = 0; i < p->n * p->k; ++i) {
+            const size_t at = dpl_panel_index(i / p->k, i % p->k, p->k);
+            r.dw[g * dpl_panel_elems(p->n, p->k) + at] = dw_start(g, i / p->k, i % p->k);
+        }
+    }
+    return r;
+}
+
+static void free_result(result *r)
+{
+    free(r->y.p), free(r->dx.p), free(r->dx_sum.p), free(r->dw);
+}
+
+static void run_problem(dpl_ctx *ctx, const problem *p, result *r)
+{
+    const dpl_groups groups = {p->n_groups, p->n_rows, p->offsets};
+    dpl_gemm_forward(ctx, p->x, &p->w, groups, r->y);
+    dpl_gemm_dgrad(ctx, p->dy, &p->w, groups, r->dx, false);
+    dpl_gemm_dgrad(ctx, p->dy, &p->w, groups, r->dx_sum, true);
+    dpl_gemm_wgrad(ctx, p->dy, p->x, groups, p->n, p->k, p->weight, r->dw);
+    dpl_ctx_wait(ctx);
+}
+
+static void same_result(const problem *p, const result *a, const result *b)
+{
+    const size_t rows = p->n_rows + EXTRA_ROWS;
+    assert_memory_equal(a->y.p, b->y.p, mat_bytes(rows, a->y.ld, p->act));
+    assert_memory_equal(a->dx.p, b->dx.p, mat_bytes(rows, a->dx.ld, p->act));
+    assert_memory_equal(a->dx_sum.p, b->dx_sum.p, mat_bytes(rows, a->dx_sum.ld, DPL_F32));
+    assert_memory_equal(a->dw, b->dw, p->n_groups * dpl_panel_elems(p->n, p->k) * sizeof(float));
+}
+
+/* ---- the judge --------------------------------------------------------------------------------- */
+
+// An operand as the multiplication sees it.
+static double operand(const problem *p, dpl_mat m, size_t row, size_t col)
+{
+    const double v = element(m, row, col);
+    return p->weight == DPL_BF16 ? (double)dpl_bf16_to_f32(dpl_f32_to_bf16((float)v)) : v;
+}
+
+static void near(const char *what, size_t row, size_t col, double got, double want, double sum_abs,
+                 size_t depth, dpl_dtype stored)
+{
+    double bound = (double)(depth + depth / 64 + 3) * (double)FLT_EPSILON * sum_abs;
+    if (stored == DPL_BF16) bound += fabs(want) / 256;
+    if (fabs(got - want) <= bound) return;
+    print_error("%s (%zu, %zu) is %.9g, expected %.9g within %.3g\n", what, row, col, got, want,
+                bound);
+    fail();
+}
+
+static void judge_row(const problem *p, const result *r, size_t g, size_t row, size_t col,
+                      bool dgrad)
+{
+    const size_t depth = dgrad ? p->n : p->k;
+    const float *w = p->w_plain + g * p->n * p->k;
+    double sum = 0, sum_abs = 0;
+    for (size_t l = 0; l < depth; ++l) {
+        const double t = dgrad ? operand(p, p->dy, row, l) * (double)w[l * p->k + col]
+                               : operand(p, p->x, row, l) * (double)w[col * p->k + l];
+        sum += t, sum_abs += fabs(t);
+    }
+    if (!dgrad) {
+        near("y", row, col, element(r->y, row, col), sum, sum_abs, depth, p->act);
+        return;
+    }
+    const double start = (double)dx_start(row, col);
+    near("dx", row, col, element(r->dx, row, col), sum, sum_abs, depth, p->act);
+    near("dx +=", row, col, element(r->dx_sum, row, col), start + sum, sum_abs + fabs(start), depth,
+         DPL_F32);
+}
+
+static void judge_dw(const problem *p, const result *r, size_t g, size_t n, size_t k)
+{
+    const size_t first = (size_t)p->offsets[g], end = (size_t)p->offsets[g + 1];
+    double sum = (double)dw_start(g, n, k), sum_abs = fabs(sum);
+    for (size_t row = first; row < end; ++row) {
+        const double t = operand(p, p->dy, row, n) * operand(p, p->x, row, k);
+        sum += t, sum_abs += fabs(t);
+    }
+    const size_t at = g * dpl_panel_elems(p->n, p->k) + dpl_panel_index(n, k, p->k);
+    near("dw", n, k, (double)r->dw[at], sum, sum_abs, end - first, DPL_F32);
+}
+
+// Calls fn for all of rows x cols elements, or for a sample that has the corners.
+typedef void (*judge_fn)(const problem *p, const result *r, size_t g, size_t row, size_t col);
+
+static void judge_all(const problem *p, const result *r, size_t g, size_t row0, size_t rows,
+                      size_t cols, judge_fn fn)
+{
+    const bool all = rows * cols <= SAMPLES;
+    for (size_t i = 0; i < (all ? rows * cols : SAMPLES); ++i) {
+        size_t at = all ? i : (size_t)(dpl_rng_u64(seed, 2, n_drawn++) % (rows * cols));
+        if (i == 0) at = rows * cols - 1;
+        if (i == 1) at = 0;
+        fn(p, r, g, row0 + at / cols, at % cols);
+    }
+}
+
+static void judge_y(const problem *p, const result *r, size_t g, size_t row, size_t col)
+{
+    judge_row(p, r, g, row, col, false);
+}
+
+static void judge_dx(const problem *p, const result *r, size_t g, size_t row, size_t col)
+{
+    judge_row(p, r, g, row, col, true);
+}
+
+static void still_poison(const void *p, size_t bytes)
+{
+    const uint8_t *b = p;
+    for (size_t i = 0; i < bytes; ++i)
+        assert_int_equal(b[i], 0xff);
+}
+
+static void judge_untouched(const problem *p, const result *r)
+{
+    const size_t elem = dpl_dtype_bytes(p->act), rows = p->n_rows;
+    for (size_t row = 0; row < rows; ++row) {
+        still_poison(dpl_mat_at(r->y, row, p->n).p, p->gap * elem);
+        still_poison(dpl_mat_at(r->dx, row, p->k).p, p->gap * elem);
+    }
+    still_poison(dpl_mat_row(r->y, rows), EXTRA_ROWS * r->y.ld * elem);
+    still_poison(dpl_mat_row(r->dx, rows), EXTRA_ROWS * r->dx.ld * elem);
+    still_poison(dpl_mat_row(r->dx_sum, rows), EXTRA_ROWS * r->dx_sum.ld * sizeof(float));
+    for (size_t g = 0; g < p->n_groups; ++g) {
+        const float *dw = r->dw + g * dpl_panel_elems(p->n, p->k);
+        if (p->offsets[g] == p->offsets[g + 1])
+            still_poison(dw, dpl_panel_elems(p->n, p->k) * sizeof *dw);
+        for (size_t n = p->n; n < dpl_round_up(p->n, DPL_PANEL); ++n) {
+            for (size_t k = 0; k < p->k; ++k)
+                still_poison(dw + dpl_panel_index(n, k, p->k), sizeof *dw);
+        }
+    }
+}
+
+static void judge(const problem *p, const result *r)
+{
+    for (size_t g = 0; g < p->n_groups; ++g) {
+        const size_t row0 = (size_t)p->offsets[g], rows = (size_t)p->offsets[g + 1] - row0;
+        if (rows == 0) continue;
+        judge_all(p, r, g, row0, rows, p->n, judge_y);
+        judge_all(p, r, g, row0, rows, p->k, judge_dx);
+        judge_all(p, r, g, 0, p->n, p->k, judge_dw);
+    }
+    judge_untouched(p, r);
+}
+
+/* ---- cases ------------------------------------------------------------------------------------- */
+
+typedef struct shape {
+    size_t n_groups;
+    int sizes[GROUPS_MAX];
+    size_t n, k, gap;
+} shape;
+
+static const shape shapes[] = {
+    {4, {5, 0, 3, 0}, 8, 8, 0},
+    {4, {0, 0, 0, 0}, 8, 8, 0},
+    {3, {0, 7, 0}, 33, 20, 1},
+    {3, {16, 16, 0}, 64, 32, 0},
+    {3, {0, 16, 16}, 64, 32, 0},
+    {3, {16, 0, 16}, 64, 32, 0},
+    {18, {5, 6, 4, 7, 1, 9}, 43, 64, 0},
+    {6, {1, 127, 128, 129, 0, 3}, 128, 128, 0},
+    {2, {13, 3}, 1, 1, 2},
+    {2, {13, 3}, 20, 7, 0},
+    {2, {29, 1}, 7, 9, 5},
+    {1, {15}, 31, 1025, 0},
+    {2, {15, 30}, 1025, 31, 3},
+    {3, {300, 2, 600}, 96, 300, 1}, // several row blocks, token blocks, contraction blocks
+    {1, {700}, 300, 513, 0},
+    {4, {1, 1, 1, 1}, 48, 520, 0},
+    {1, {64}, 14336, 64, 0},
+    {1, {64}, 64, 14336, 0},
+    {2, {40, 24}, 512, 4096, 0},
+};
+static const dpl_dtype dtypes[][2] = {
+    {DPL_F32, DPL_F32}, {DPL_BF16, DPL_F32}, {DPL_BF16, DPL_BF16}, {DPL_F32, DPL_BF16}};
+
+static problem shape_problem(const shape *s, const dpl_dtype *dtype)
+{
+    return make_problem(s->n_groups, s->sizes, s->n, s->k, s->gap, dtype[0], dtype[1]);
+}
+
+static void test_against_fp64(void **state)
+{
+    (void)state;
+    for (size_t l = 0; l < DPL_COUNT(levels); ++l) {
+        dpl_ctx *ctx = open_ctx(levels[l], 2, false);
+        if (!ctx) continue;
+        for (size_t i = 0; i < DPL_COUNT(shapes) * DPL_COUNT(dtypes); ++i) {
+            problem p = shape_problem(&shapes[i / DPL_COUNT(dtypes)],
+                                      dtypes[i % DPL_COUNT(dtypes)]);
+            result r = make_result(&p);
+            run_problem(ctx, &p, &r);
+            judge(&p, &r);
+            free_result(&r);
+            free_problem(&p);
+        }
+        dpl_ctx_close(&ctx);
+    }
+}
+
+static void test_threads_do_not_matter(void **state)
+{
+    static const int n_threads[] = {2, 3, 8};
+    static const size_t chosen[] = {7, 12, 13, 14, 15, 18};
+    (void)state;
+    for (size_t l = 0; l < DPL_COUNT(levels); ++l) {
+        dpl_ctx *one = open_ctx(levels[l], 1, false);
+        if (!one) continue;
+        for (size_t i = 0; i < DPL_COUNT(chosen) * DPL_COUNT(dtypes); ++i) {
+            problem p = shape_problem(&shapes[chosen[i / DPL_COUNT(dtypes)]],
+                                      dtypes[i % DPL_COUNT(dtypes)]);
+            result want = make_result(&p);
+            run_problem(one, &p, &want);
+            for (size_t t = 0; t < DPL_COUNT(n_threads); ++t) {
+                dpl_ctx *ctx = open_ctx(levels[l], n_threads[t], false);
+                result got = make_result(&p);
+                run_problem(ctx, &p, &got);
+                same_result(&p, &got, &want);
+                free_result(&got);
+                dpl_ctx_close(&ctx);
+            }
+            free_result(&want);
+            free_problem(&p);
+        }
+        dpl_ctx_close(&one);
+    }
+}
+
+static void test_repeated_calls_are_equal(void **state)
+{
+    (void)state;
+    dpl_ctx *ctx = open_ctx("avx512", 2, false);
+    if (!ctx) ctx = open_ctx("ref", 2, false);
+    problem p = shape_problem(&shapes[13], dtypes[0]);
+    result want = make_result(&p);
+    run_problem(ctx, &p, &want);
+    for (int i = 0; i < 100; ++i) {
+        result got = make_result(&p);
+        run_problem(ctx, &p, &got);
+        same_result(&p, &got, &want);
+        free_result(&got);
+    }
+    free_result(&want);
+    free_problem(&p);
+    dpl_ctx_close(&ctx);
+}
+
+// A row alone gives the bits that it gives among others, even if one of those is not finite.
+static void test_rows_are_independent(void **state)
+{
+    (void)state;
+    for (size_t l = 0; l < DPL_COUNT(levels); ++l) {
+        dpl_ctx *ctx = open_ctx(levels[l], 2, false);
+        if (!ctx) continue;
+        for (size_t i = 0; i < DPL_COUNT(dtypes); ++i) {
+            problem p = shape_problem(&shapes[13], dtypes[i]);
+            if (p.act == DPL_F32) *(float *)dpl_mat_at(p.x, 17, 3).p = INFINITY;
+            result among = make_result(&p), alone = make_result(&p);
+            run_problem(ctx, &p, &among);
+            for (size_t row = 0; row < p.n_rows; row += 1 + row / 40) {
+                const size_t g = row < 300 ? 0 : row < 302 ? 1 : 2;
+                const size_t w_bytes = dpl_panel_elems(p.n, p.k) * dpl_dtype_bytes(p.weight);
+                const dpl_weight w = {(const uint8_t *)p.w.p + g * w_bytes, p.weight, 1, p.n, p.k};
+                dpl_gemm_forward(ctx, dpl_mat_at(p.x, row, 0), &w, dpl_one_group(1),
+                                 dpl_mat_at(alone.y, row, 0));
+                dpl_gemm_dgrad(ctx, dpl_mat_at(p.dy, row, 0), &w, dpl_one_group(1),
+                               dpl_mat_at(alone.dx, row, 0), false);
+                const size_t elem = dpl_dtype_bytes(p.act);
+                assert_memory_equal(dpl_mat_row(alone.y, row), dpl_mat_row(among.y, row),
+                                    p.n * elem);
+                assert_memory_equal(dpl_mat_row(alone.dx, row), dpl_mat_row(among.dx, row),
+                                    p.k * elem);
+            }
+            free_result(&among);
+            free_result(&alone);
+            free_problem(&p);
+        }
+        dpl_ctx_close(&ctx);
+    }
+}
+
+static void test_deferred_context(void **state)
+{
+    (void)state;
+    dpl_ctx *now = open_ctx("ref", 1, false), *later = open_ctx("ref", 2, true);
+    const int sizes[] = {40, 0, 9};
+    problem p = make_problem(3, sizes, 50, 300, 0, DPL_F32, DPL_F32);
+    result want = make_result(&p);
+    run_problem(now, &p, &want);
+    const size_t y_bytes = p.n_rows * p.n * sizeof(float);
+    float *y = dpl_ctx_alloc(later, y_bytes);
+    int64_t *offsets = dpl_ctx_alloc(later, sizeof p.offsets);
+    memset(y, 0, y_bytes);
+    memset(offsets, 0xff, sizeof p.offsets);
+    const dpl_groups groups = {p.n_groups, p.n_rows, offsets};
+    dpl_gemm_forward(later, p.x, &p.w, groups, (dpl_mat){y, p.n, DPL_F32});
+    assert_true(isnan(y[0])); // Not computed yet, and the offsets are not known yet.
+    memcpy(offsets, p.offsets, sizeof p.offsets);
+    float *host = poisoned(y_bytes);
+    dpl_ctx_read(later, host, y, y_bytes);
+    assert_memory_equal(host, want.y.p, y_bytes);
+    free(host);
+    free_result(&want);
+    free_problem(&p);
+    dpl_ctx_close(&now);
+    dpl_ctx_close(&later);
+}
+
+/* ---- large offsets: address space that is reserved but hardly touched --------------------------- */
+
+static void *reserve(size_t bytes)
+{
+    void *p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
+                   -1, 0);
+    if (p == MAP_FAILED) {
+        print_message("SKIPPED: cannot reserve %zu bytes of address space\n", bytes);
+        skip();
+    }
+    madvise(p, bytes, MADV_NOHUGEPAGE);
+    return p;
+}
+
+static void test_last_expert_of_a_large_weight(void **state)
+{
+    enum { E = 256, N = 2048, K = 7168 };
+    const size_t elems = (size_t)N * K, bytes = E * elems * sizeof(float);
+    (void)state;
+    float *w = reserve(bytes), *dw = reserve(bytes), *last = w + (E - 1) * elems;
+    dpl_ctx *ctx = open_ctx("ref", 2, false);
+    int64_t offsets[E + 1] = {0};
+    offsets[E] = 1;
+    for (size_t i = 0; i < elems; i += 7)
+        last[i] = (float)(i % 1000) / 1000 - 0.4f;
+    const dpl_mat x = random_mat(1, K, 0, DPL_F32), dy = random_mat(1, N, 0, DPL_F32);
+    float y[2][N], *dx = poisoned(2 * K * sizeof *dx);
+    const dpl_weight all = {w, DPL_F32, E, N, K}, one = {last, DPL_F32, 1, N, K};
+    const dpl_groups groups = {E, 1, offsets};
+    dpl_gemm_forward(ctx, x, &all, groups, dpl_mat_f32(y[0], N));
+    dpl_gemm_forward(ctx, x, &one, dpl_one_group(1), dpl_mat_f32(y[1], N));
+    assert_memory_equal(y[0], y[1], sizeof y[0]);
+    dpl_gemm_dgrad(ctx, dy, &all, groups, dpl_mat_f32(dx, K), false);
+    dpl_gemm_dgrad(ctx, dy, &one, dpl_one_group(1), dpl_mat_f32(dx + K, K), false);
+    assert_memory_equal(dx, dx + K, K * sizeof *dx);
+    dpl_gemm_wgrad(ctx, dy, x, groups, N, K, DPL_F32, dw);
+    for (size_t i = 0; i < elems; i += 101) {
+        const size_t n = i / K, k = i % K;
+        const float want = (float)(element(dy, 0, n) * element(x, 0, k));
+        assert_true(dw[(E - 1) * elems + dpl_panel_index(n, k, K)] == want);
+    }
+    assert_true(dw[0] == 0 && dw[(E - 1) * elems - 1] == 0);
+    free(x.p), free(dy.p), free(dx);
+    munmap(w, bytes), munmap(dw, bytes);
+    dpl_ctx_close(&ctx);
+}
+
+static void test_rows_far_apart(void **state)
+{
+    enum { ROWS = 5, N = 40, K = 50 };
+    const size_t ld = ((size_t)1 << 30) + 1, bytes = ROWS * ld * sizeof(float);
+    (void)state;
+    dpl_ctx *ctx = open_ctx("ref", 2, false);
+    const int sizes[] = {ROWS};
+    problem p = make_problem(1, sizes, N, K, 0, DPL_F32, DPL_F32);
+    const dpl_mat x = {reserve(bytes), ld, DPL_F32}, y = {reserve(bytes), ld, DPL_F32};
+    result want = make_result(&p);
+    run_problem(ctx, &p, &want);
+    for (size_t row = 0; row < ROWS; ++row)
+        memcpy(dpl_mat_row(x, row), dpl_mat_row(p.x, row), K * sizeof(float));
+    dpl_gemm_forward(ctx, x, &p.w, dpl_one_group(ROWS), y);
+    for (size_t row = 0; row < ROWS; ++row) {
+        assert_memory_equal(dpl_mat_row(y, row), dpl_mat_row(want.y, row), N * sizeof(float));
+    }
+    munmap(x.p, bytes), munmap(y.p, bytes);
+    free_result(&want);
+    free_problem(&p);
+    dpl_ctx_close(&ctx);
+}
+
+/* ---- panels and bias ---------------------------------------------------------------------------- */
+
+static void test_panels(void **state)
+{
+    static const size_t sizes[][3] = {{1, 1, 1}, {3, 33, 20}, {2, 64, 7}, {1, 100, 1025}};
+    (void)state;
+    for (size_t i = 0; i < DPL_COUNT(levels) * DPL_COUNT(sizes); ++i) {
+        dpl_ctx *ctx = open_ctx(levels[i / DPL_COUNT(sizes)], 2, false);
+        if (!ctx) continue;
+        const size_t *s = sizes[i % DPL_COUNT(sizes)], n_groups = s[0], n = s[1], k = s[2];
+        const size_t n_plain = n_groups * n * k, n_panel = n_groups * dpl_panel_elems(n, k);
+        const dpl_mat plain = random_mat(n_groups * n, k, 0, DPL_F32);
+        float *panels = poisoned(n_panel * sizeof *panels),
+              *back = poisoned(n_plain * sizeof *back);
+        dpl_panel_pack(ctx, plain.p, n_groups, n, k, panels);
+        for (size_t at = 0; at < n_groups * dpl_round_up(n, DPL_PANEL) * k; ++at) {
+            const size_t g = at / dpl_panel_elems(n, k), r = at / k % dpl_round_up(n, DPL_PANEL),
+                         c = at % k;
+            const float want = r < n ? (float)element(plain, g * n + r, c) : 0;
+            assert_true(panels[g * dpl_panel_elems(n, k) + dpl_panel_index(r, c, k)] == want);
+        }
+        dpl_panel_unpack(ctx, panels, n_groups, n, k, back);
+        assert_memory_equal(back, plain.p, n_plain * sizeof *back);
+        free(plain.p), free(panels), free(back);
+        dpl_ctx_close(&ctx);
+    }
+}
+
+static void test_bias(void **state)
+{
+    enum { ROWS = 201, N = 150, GAP = 3 };
+    (void)state;
+    for (size_t i = 0; i < DPL_COUNT(levels) * 2; ++i) {
+        const dpl_dtype dtype = i % 2 ? DPL_BF16 : DPL_F32;
+        dpl_ctx *ctx = open_ctx(levels[i / 2], 2, false);
+        if (!ctx) continue;
+        const dpl_mat bias = random_mat(1, N, 0, DPL_F32), y = random_mat(ROWS, N, GAP, dtype);
+        const dpl_mat dbias = random_mat(1, N, 0, DPL_F32);
+        double *before = poisoned(ROWS * N * sizeof *before), *want = poisoned(N * sizeof *want);
+        double sum_abs[N];
+        for (size_t c = 0; c < N; ++c)
+            want[c] = element(dbias, 0, c), sum_abs[c] = fabs(want[c]);
+        for (size_t r = 0; r < ROWS; ++r) {
+            for (size_t c = 0; c < N; ++c) {
+                before[r * N + c] = element(y, r, c);
+                want[c] += before[r * N + c], sum_abs[c] += fabs(before[r * N + c]);
+            }
+        }
+        dpl_bias_backward(ctx, y, ROWS, N, dbias.p);
+        dpl_bias_forward(ctx, bias.p, ROWS, N, y);
+        for (size_t c = 0; c < N; ++c) {
+            near("dbias", 0, c, element(dbias, 0, c), want[c], sum_abs[c], ROWS, DPL_F32);
+            for (size_t r = 0; r < ROWS; ++r) {
+                const double b = element(bias, 0, c), a = before[r * N + c];
+                near("y + bias", r, c, element(y, r, c), a + b, fabs(a) + fabs(b), 1, dtype);
+            }
+        }
+        for (size_t r = 0; r + 1 < ROWS; ++r)
+            still_poison(dpl_mat_at(y, r, N).p, GAP * dpl_dtype_bytes(dtype));
+        free(bias.p), free(y.p), free(dbias.p), free(before), free(want);
+        dpl_ctx_close(&ctx);
+    }
+}
+
+int main(int argc, char **argv)
+{
+    seed = argc > 1 ? strtoull(argv[1], NULL, 0) : (uint64_t)time(NULL);
+    printf("seed %llu\n", (unsigned long long)seed);
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_against_fp64),
+        cmocka_unit_test(test_threads_do_not_matter),
+        cmocka_unit_test(test_repeated_calls_are_equal),
+        cmocka_unit_test(test_rows_are_independent),
+        cmocka_unit_test(test_deferred_context),
+        cmocka_unit_test(test_last_expert_of_a_large_weight),
+        cmocka_unit_test(test_rows_far_apart),
+        cmocka_unit_test(test_panels),
+        cmocka_unit_test(test_bias),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
