@@ -16,6 +16,7 @@
 #ifndef DROPLESS_H
 #define DROPLESS_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -101,6 +102,218 @@ DPL_API int dpl_ctx_threads(const dpl_ctx *ctx);
 
 /** The CPU level whose kernels are in use: "ref", "avx2" or "avx512". "" for NULL. */
 DPL_API const char *dpl_ctx_cpu_level(const dpl_ctx *ctx);
+
+/* ---- 3 operators of one layer -------------------------------------------------------------- */
+
+/** Element type of tokens, and of the weights in compute. */
+typedef enum dpl_dtype { DPL_F32, DPL_BF16 } dpl_dtype;
+
+/**
+ * A grouped GEMM: in rows offsets[g] .. offsets[g+1]-1, y = x W_g^T. Groups may be empty and may start at any
+ * row: there is no alignment to keep and nothing is padded.
+ */
+typedef struct dpl_gemm_grouped {
+    size_t n_groups, n, k;  /* W is (n_groups, n, k); each at least 1 */
+    const int64_t *offsets; /* (n_groups + 1): from 0, never decreasing, the last at most n_rows */
+    size_t n_rows;          /* rows of x, y, dx, dy; those beyond the last offset are neither read nor written */
+    dpl_dtype tokens;       /* of x, y, dx, dy */
+    dpl_dtype weights;      /* class of compute: F32, or BF16: both operands rounded to bf16. Sums are fp32 always */
+    size_t ld_x, ld_y;      /* elements from row to row of x and dx (0: k), of y and dy (0: n) */
+    bool packed;            /* w comes from dpl_gemm_pack(); else it is row-major fp32, packed on the way */
+} dpl_gemm_grouped;
+
+/** Bytes of workspace for any of the three products: one group's weight. 0 if the sizes are invalid. */
+DPL_API size_t dpl_gemm_workspace_bytes(const dpl_gemm_grouped *g);
+
+/** Bytes of all weights as dpl_gemm_pack() writes them. 0 if the sizes are invalid. */
+DPL_API size_t dpl_gemm_packed_bytes(const dpl_gemm_grouped *g);
+
+/**
+ * Pack weights once, for many products.
+ *
+ * @param g          n_groups, n, k and weights (the element type to pack to) are used.
+ * @param w          (n_groups, n, k), row-major, fp32.
+ * @param ws         Scratch, 64-byte aligned, of ws_bytes >= dpl_gemm_workspace_bytes(g).
+ * @param packed_out 64-byte aligned, dpl_gemm_packed_bytes(g) long.
+ *
+ * @return DPL_OK; DPL_EINVAL a size or an alignment; DPL_ENOSPC ws_bytes is too small.
+ *
+ * Collective: no. Deterministic: yes. Cost: one pass over w.
+ */
+DPL_API dpl_status dpl_gemm_pack(dpl_ctx *ctx, const dpl_gemm_grouped *g, const float *w, void *ws, size_t ws_bytes,
+                                 void *packed_out);
+
+/**
+ * The three products: y = x W_g^T; dx = dy W_g; dW_g += dy_g^T x_g.
+ *
+ * @param x, dy    (n_rows, k) with ld_x and (n_rows, n) with ld_y, in g->tokens. Never written.
+ * @param w        (n_groups, n, k) row-major fp32, or packed when g->packed.
+ * @param ws       Scratch, 64-byte aligned, of ws_bytes >= dpl_gemm_workspace_bytes(g). NULL and 0 will do where
+ *                 g->packed, in forward and dgrad.
+ * @param y_out, dx_out  Written for the rows of groups. Must not overlap the inputs.
+ * @param dw       (n_groups, n, k) row-major fp32, accumulated. That of an empty group keeps its bits.
+ *
+ * @return DPL_OK;
+ *         DPL_EINVAL a size, offset, row distance or alignment; the message names group or field;
+ *         DPL_ENOSPC ws_bytes is too small.
+ *
+ * Collective: no.
+ * Deterministic: the bits of a row of y and dx depend on that row, W_g and the CPU level alone.
+ * Cost: 2 * rows * n * k operations; without g->packed also one pass over the weights of groups that have rows.
+ */
+DPL_API dpl_status dpl_gemm_grouped_forward(dpl_ctx *ctx, const dpl_gemm_grouped *g, const void *x, const void *w,
+                                            void *ws, size_t ws_bytes, void *y_out);
+DPL_API dpl_status dpl_gemm_grouped_dgrad(dpl_ctx *ctx, const dpl_gemm_grouped *g, const void *dy, const void *w,
+                                          void *ws, size_t ws_bytes, void *dx_out);
+DPL_API dpl_status dpl_gemm_grouped_wgrad(dpl_ctx *ctx, const dpl_gemm_grouped *g, const void *dy, const void *x,
+                                          void *ws, size_t ws_bytes, float *dw);
+
+/** How experts are chosen. DeepSeek-V3: sigmoid, group_top2 and norm_topk true. */
+typedef struct dpl_route_rule {
+    size_t n_experts, top_k;     /* E: 1 to 65536, K: 1 to E */
+    size_t n_groups, top_groups; /* 1, 1: no groups; n_groups divides E and the kept groups hold K experts */
+    bool sigmoid;                /* score: sigmoid of the logit; else softmax over all E, before the choice */
+    bool group_top2;             /* a group's score: the sum of its two best (DeepSeek-V3), else its best (V2) */
+    bool norm_topk;              /* weights divided by (their sum + 1e-20) */
+    float scale;                 /* the weights times this (routed_scaling_factor) */
+} dpl_route_rule;
+
+/**
+ * Choose K experts for each token: the best by score + bias, equal ones by lower id; weights are scores without bias.
+ *
+ * @param n_tokens    T; T * K at most 2^31 - 1.
+ * @param logits      (T, E).
+ * @param bias        (E), or NULL.
+ * @param segment     (T): 0 is padding, which is not routed (ids -1, weights 0) nor counted. NULL: no padding.
+ * @param score_out   (T, E), for dpl_router_route_backward().
+ * @param ids_out     (T, K), in falling order of choice.
+ * @param weights_out (T, K).
+ * @param counts_out  (E): tokens that chose each expert. NULL: not wanted.
+ *
+ * @return DPL_OK; DPL_EINVAL the rule or a size; DPL_ENUMERIC a logit is NaN or infinite, the message names the token.
+ *
+ * Collective: no. Deterministic: a token's result depends on that token alone. Cost: T * E.
+ */
+DPL_API dpl_status dpl_router_route(dpl_ctx *ctx, const dpl_route_rule *rule, size_t n_tokens, const float *logits,
+                                    const float *bias, const int32_t *segment, float *score_out, int32_t *ids_out,
+                                    float *weights_out, int64_t *counts_out);
+
+/**
+ * dlogits_out (T, E) from dweights (T, K) and what dpl_router_route() gave. Errors as there; an id that is out of
+ * range or twice in a token is DPL_EINVAL.
+ *
+ * Collective: no. Deterministic: yes. Cost: T * E.
+ */
+DPL_API dpl_status dpl_router_route_backward(dpl_ctx *ctx, const dpl_route_rule *rule, size_t n_tokens,
+                                             const float *score, const int32_t *ids, const float *dweights,
+                                             float *dlogits_out);
+
+/**
+ * Sort slots by expert, then token; slot = token * K + k.
+ *
+ * @param ids          (T, K): 0 to E-1, distinct within a token; -1 skips the slot.
+ * @param offsets_out  (E + 1): the rows of expert e are offsets[e] .. offsets[e+1]-1.
+ * @param slot_row_out (T * K): the row of a slot, -1 where skipped.
+ * @param row_slot_out (T * K): the slot of a row; offsets[E] entries are written.
+ *
+ * @return DPL_OK; DPL_EINVAL a size or an id; the message names the token.
+ *
+ * Collective: no. Deterministic: yes. Cost: T * K.
+ */
+DPL_API dpl_status dpl_moe_permute(dpl_ctx *ctx, const int32_t *ids, size_t n_tokens, size_t top_k, size_t n_experts,
+                                   int64_t *offsets_out, int32_t *slot_row_out, int32_t *row_slot_out);
+
+/** One MoE layer: router, experts with SwiGLU, and a shared expert if wanted. Holds weights and their gradients. */
+typedef struct dpl_layer dpl_layer;
+
+typedef struct dpl_layer_config {
+    size_t d, f;         /* D model width, F hidden width of an expert: 1 to 2^20 */
+    size_t shared_f;     /* hidden width of the shared expert; 0: none */
+    dpl_route_rule rule; /* E and K are in it */
+    dpl_dtype dtype;     /* of x, y, dy and of compute; the router computes in fp32 always */
+} dpl_layer_config;
+
+/** Row-major fp32, shaped as Hugging Face checkpoints have them, the experts of a layer stacked. */
+typedef struct dpl_layer_weights {
+    const float *router;                                 /* (E, D) */
+    const float *bias;                                   /* (E), only for the choice; NULL: none */
+    const float *gate, *up, *down;                       /* (E, F, D), (E, F, D), (E, D, F) */
+    const float *shared_gate, *shared_up, *shared_down;  /* the same of one expert; NULL without a shared expert */
+} dpl_layer_weights;
+
+typedef struct dpl_layer_gradients { /* the same shapes; NULL: not wanted */
+    float *router, *gate, *up, *down, *shared_gate, *shared_up, *shared_down;
+} dpl_layer_gradients;
+
+/**
+ * Open a layer. Its weights are zero until dpl_layer_set_weights(), its gradients until dpl_layer_backward().
+ *
+ * @param ctx       Must outlive the layer. Any number of layers may share it, on one thread.
+ * @param layer_out Owned by the caller: dpl_layer_close().
+ *
+ * @return DPL_OK; DPL_EINVAL a size or the rule; DPL_ENOMEM no memory for weights and gradients.
+ *
+ * Collective: no. Deterministic: yes. Cost: memory of one copy of the weights in dtype and one in fp32.
+ */
+DPL_API dpl_status dpl_layer_open(const dpl_layer_config *config, dpl_ctx *ctx, dpl_layer **layer_out);
+
+/** Close and set to NULL. NULL, or a pointer to NULL, is fine. */
+DPL_API void dpl_layer_close(dpl_layer **layer);
+
+/**
+ * Copy all weights into the layer. DPL_EINVAL: one that the layer needs is NULL, or a bias or router weight is not
+ * finite; nothing is changed then.
+ *
+ * Collective: no. Deterministic: yes. Cost: one pass over the weights.
+ */
+DPL_API dpl_status dpl_layer_set_weights(dpl_layer *layer, const dpl_layer_weights *weights);
+
+/** Bytes of workspace that a forward pass of n_tokens keeps, whatever the routing. 0 if T * K exceeds 2^31 - 1. */
+DPL_API size_t dpl_layer_workspace_bytes(const dpl_layer *layer, size_t n_tokens);
+
+/**
+ * Run the layer forward. No token is dropped.
+ *
+ * @param x          Tokens, (T, D), row r at x + r * ld_x elements. ld_x: at least D, or 0 for D.
+ * @param n_tokens   T; may be 0 and differ from call to call.
+ * @param segment    (T): 0 is padding: such a token is not routed, only the shared expert sees it. NULL: no padding.
+ * @param ws         64-byte aligned, of ws_bytes >= dpl_layer_workspace_bytes(). It keeps what backward needs: leave
+ *                   it alone until then. Any number of passes may be under way, each with its own.
+ * @param y_out      (T, D), row distance ld_y. Must not overlap x.
+ * @param counts_out (E): tokens that chose each expert. NULL: not wanted.
+ *
+ * @return DPL_OK;
+ *         DPL_EINVAL a size, row distance or alignment; DPL_ENOSPC ws_bytes is too small;
+ *         DPL_ENUMERIC a router logit is NaN or infinite, the message names the token; DPL_ENOMEM.
+ *
+ * Collective: no.
+ * Deterministic: a row of y depends on that row of x, the weights and the CPU level alone.
+ * Cost: 6 * D * F * (T * K) operations and the shared expert's; step memory of the context for the rows that arrive.
+ */
+DPL_API dpl_status dpl_layer_forward(dpl_layer *layer, const void *x, size_t ld_x, size_t n_tokens,
+                                     const int32_t *segment, void *ws, size_t ws_bytes, void *y_out, size_t ld_y,
+                                     int64_t *counts_out);
+
+/**
+ * Run the layer backward: gradients of the weights accumulate in the layer, dx is written.
+ *
+ * @param x      As in the forward pass, unchanged.
+ * @param ws     From dpl_layer_forward() of this layer. It is read only: the call may be repeated.
+ * @param dy     (T, D), row distance ld_dy (0: D), in dtype. Never written.
+ * @param dx_out (T, D) fp32, row distance ld_dx (0: D). Must not overlap the inputs.
+ *
+ * @return DPL_OK; DPL_EINVAL a row distance, or ws holds no forward pass of this layer; DPL_ENOMEM.
+ *
+ * Collective: no. Deterministic: yes. Cost: twice that of forward.
+ */
+DPL_API dpl_status dpl_layer_backward(dpl_layer *layer, const void *x, size_t ld_x, const void *ws, const void *dy,
+                                      size_t ld_dy, float *dx_out, size_t ld_dx);
+
+/** Set all gradients to zero. */
+DPL_API void dpl_layer_zero_gradients(dpl_layer *layer);
+
+/** Copy gradients out, those whose pointers are not NULL. DPL_EINVAL: layer or gradients is NULL. */
+DPL_API dpl_status dpl_layer_get_gradients(dpl_layer *layer, const dpl_layer_gradients *gradients);
 
 /* ---- 4 configuration ----------------------------------------------------------------------- */
 

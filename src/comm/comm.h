@@ -26,8 +26,10 @@ typedef struct dpl_comm_ops {
     const char *name;
     dpl_status (*open)(const char *spec, dpl_comm *comm);
     void (*close)(dpl_comm *comm);
-    dpl_status (*all_to_all)(dpl_comm *comm, dpl_blocks send, dpl_blocks receive, dpl_ticket *ticket_out);
-    dpl_status (*all_gather)(dpl_comm *comm, const void *send, size_t bytes, void *receive, // (R, bytes)
+    dpl_status (*all_to_all)(dpl_comm *comm, dpl_blocks send, dpl_blocks receive,
+                             dpl_ticket *ticket_out);
+    dpl_status (*all_gather)(dpl_comm *comm, const void *send, size_t bytes,
+                             void *receive, // (R, bytes)
                              dpl_ticket *ticket_out);
     dpl_status (*wait)(dpl_comm *comm, dpl_ticket ticket);
     void (*abort)(dpl_comm *comm, dpl_status status, const char *why);

@@ -9,7 +9,7 @@
 #include "cpu/kernels.h"
 
 #define SCRATCH_BYTES ((size_t)4 << 20)
-#define QUEUE_MAX 256 // a full queue is drained: long steps need no more memory
+#define QUEUE_MAX     256 // a full queue is drained: long steps need no more memory
 
 typedef struct queued_op {
     dpl_op_fn fn;
@@ -65,7 +65,8 @@ dpl_status dpl_ctx_open(int n_threads, dpl_ctx **ctx_out)
 {
     if (!ctx_out) return dpl_fail(DPL_EINVAL, "dpl_ctx_open: ctx_out is NULL");
     if (n_threads < 0 || n_threads > 4096)
-        return dpl_fail(DPL_EINVAL, "threads=%d, expected 0 (all that this process may use) to 4096",
+        return dpl_fail(DPL_EINVAL,
+                        "threads=%d, expected 0 (all that this process may use) to 4096",
                         n_threads);
     return dpl_ctx_create(n_threads, false, 0, ctx_out);
 }
@@ -139,9 +140,18 @@ void dpl_ctx_read(dpl_ctx *ctx, void *host, const void *device, size_t bytes)
     memcpy(host, device, bytes);
 }
 
-void *dpl_ctx_alloc(dpl_ctx *ctx, size_t bytes) { return dpl_arena_alloc(ctx->arena, bytes); }
-size_t dpl_ctx_mark(const dpl_ctx *ctx) { return dpl_arena_mark(ctx->arena); }
-void dpl_ctx_release(dpl_ctx *ctx, size_t mark) { dpl_arena_release(ctx->arena, mark); }
+void *dpl_ctx_alloc(dpl_ctx *ctx, size_t bytes)
+{
+    return dpl_arena_alloc(ctx->arena, bytes);
+}
+size_t dpl_ctx_mark(const dpl_ctx *ctx)
+{
+    return dpl_arena_mark(ctx->arena);
+}
+void dpl_ctx_release(dpl_ctx *ctx, size_t mark)
+{
+    dpl_arena_release(ctx->arena, mark);
+}
 
 typedef struct rows_task {
     size_t n_rows, grain;

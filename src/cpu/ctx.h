@@ -14,15 +14,16 @@
 typedef struct dpl_kernels dpl_kernels; // kernels.h
 
 // Where a step's time goes; `step_profile=true` prints one row a phase.
-#define DPL_PHASE_MAP(X)                                                                    \
-    X(OTHER, "other") X(GMM, "grouped_gemm") X(GEMM, "dense_gemm") X(ATTENTION, "attention") \
-    X(ROUTER, "router") X(DISPATCH, "dispatch") X(COMBINE, "combine") X(NORM, "norm")        \
-    X(SWIGLU, "swiglu") X(EMBED, "embedding") X(LOSS, "head_loss") X(OPTIMIZER, "optimizer")
+#define DPL_PHASE_MAP(X)                                                                       \
+    X(OTHER, "other")                                                                          \
+    X(GMM, "grouped_gemm") X(GEMM, "dense_gemm") X(ATTENTION, "attention") X(ROUTER, "router") \
+        X(DISPATCH, "dispatch") X(COMBINE, "combine") X(NORM, "norm") X(SWIGLU, "swiglu")      \
+            X(EMBED, "embedding") X(LOSS, "head_loss") X(OPTIMIZER, "optimizer")
 typedef enum dpl_phase {
 #define DPL_PHASE_ENUM(id, name) DPL_PHASE_##id,
     DPL_PHASE_MAP(DPL_PHASE_ENUM)
 #undef DPL_PHASE_ENUM
-    DPL_PHASE_N
+        DPL_PHASE_N
 } dpl_phase;
 const char *dpl_phase_name(dpl_phase phase);
 
@@ -30,12 +31,12 @@ struct dpl_ctx {
     dpl_pool *pool;
     const dpl_kernels *kernels;
     dpl_cpu_level level;
-    dpl_arena *arena;           // the step's memory; operators take temporary buffers from it too
-    size_t scratch_bytes;       // per thread
-    uint8_t *scratch;           // n_threads blocks of scratch_bytes, for use inside one task
-    struct dpl_queue *queue;    // NULL: operators run at once
+    dpl_arena *arena;            // the step's memory; operators take temporary buffers from it too
+    size_t scratch_bytes;        // per thread
+    uint8_t *scratch;            // n_threads blocks of scratch_bytes, for use inside one task
+    struct dpl_queue *queue;     // NULL: operators run at once
     double phase_s[DPL_PHASE_N]; // time spent by operators since the owner last cleared it
-    dpl_phase phase;            // what operators are counted under now
+    dpl_phase phase;             // what operators are counted under now
 };
 
 // `step_bytes` is the address space reserved for the step arena (0: four times physical memory).

@@ -47,7 +47,10 @@ typedef struct dpl_weight {
     size_t n_groups, n, k;
 } dpl_weight;
 
-static inline size_t dpl_panel_elems(size_t n, size_t k) { return dpl_round_up(n, DPL_PANEL) * k; }
+static inline size_t dpl_panel_elems(size_t n, size_t k)
+{
+    return dpl_round_up(n, DPL_PANEL) * k;
+}
 static inline size_t dpl_panel_index(size_t n, size_t k, size_t k_total)
 {
     return (n / DPL_PANEL) * DPL_PANEL * k_total + k * DPL_PANEL + n % DPL_PANEL;
@@ -60,7 +63,10 @@ typedef struct dpl_groups {
     size_t n_rows;          // all rows, known on the host: offsets[n] <= n_rows
     const int64_t *offsets; // (n + 1), device memory
 } dpl_groups;
-static inline dpl_groups dpl_one_group(size_t n_rows) { return (dpl_groups){1, n_rows, NULL}; }
+static inline dpl_groups dpl_one_group(size_t n_rows)
+{
+    return (dpl_groups){1, n_rows, NULL};
+}
 
 // Numeric class: operands are used as they are with an F32 weight; with a BF16 weight the activations
 // are rounded to bf16 as well. Accumulation is fp32 always: FMA chains over k in blocks of a fixed
@@ -75,8 +81,10 @@ void dpl_gemm_dgrad(dpl_ctx *ctx, dpl_mat dy, const dpl_weight *w, dpl_groups gr
 void dpl_gemm_wgrad(dpl_ctx *ctx, dpl_mat dy, dpl_mat x, dpl_groups groups, size_t n, size_t k,
                     dpl_dtype operand, float *dw);
 // Row-major (n_groups, n, k) F32 to panels (with zero padding), and back.
-void dpl_panel_pack(dpl_ctx *ctx, const float *src, size_t n_groups, size_t n, size_t k, float *dst);
-void dpl_panel_unpack(dpl_ctx *ctx, const float *src, size_t n_groups, size_t n, size_t k, float *dst);
+void dpl_panel_pack(dpl_ctx *ctx, const float *src, size_t n_groups, size_t n, size_t k,
+                    float *dst);
+void dpl_panel_unpack(dpl_ctx *ctx, const float *src, size_t n_groups, size_t n, size_t k,
+                      float *dst);
 
 // y (rows, n) += bias (n);   dbias (n) += column sums of dy
 void dpl_bias_forward(dpl_ctx *ctx, const float *bias, size_t n_rows, size_t n, dpl_mat y);
@@ -85,8 +93,8 @@ void dpl_bias_backward(dpl_ctx *ctx, dpl_mat dy, size_t n_rows, size_t n, float 
 /* ---- elementwise (rows.c) -------------------------------------------------------------------- */
 
 // y = x * rstd * gain, rstd (rows) = 1 / sqrt(mean(x^2) + eps) kept for backward.
-void dpl_rmsnorm_forward(dpl_ctx *ctx, dpl_mat x, const float *gain, size_t n_rows, size_t d, float eps,
-                         dpl_mat y, float *rstd);
+void dpl_rmsnorm_forward(dpl_ctx *ctx, dpl_mat x, const float *gain, size_t n_rows, size_t d,
+                         float eps, dpl_mat y, float *rstd);
 // dx = (or +=, accumulate, dx F32) the gradient; dgain (d) +=
 void dpl_rmsnorm_backward(dpl_ctx *ctx, dpl_mat dy, dpl_mat x, const float *gain, const float *rstd,
                           size_t n_rows, size_t d, dpl_mat dx, bool accumulate, float *dgain);
@@ -104,30 +112,37 @@ void dpl_rope_apply(dpl_ctx *ctx, const dpl_rope *rope, size_t n_rows, bool inve
 
 // gate_up (rows, 2 * round_up(f, 16)): blocks of 16 gate then 16 up columns (one panel holds both). Column
 // of gate f: dpl_gate_column(f); its up partner 16 further.
-static inline size_t dpl_gate_column(size_t f) { return f / 16 * 32 + f % 16; }
-static inline size_t dpl_gate_up_width(size_t f) { return 2 * dpl_round_up(f, 16); }
+static inline size_t dpl_gate_column(size_t f)
+{
+    return f / 16 * 32 + f % 16;
+}
+static inline size_t dpl_gate_up_width(size_t f)
+{
+    return 2 * dpl_round_up(f, 16);
+}
 // h (rows, f) = silu(gate) * up * row_weight[row]; row_weight NULL: 1.
-void dpl_swiglu_forward(dpl_ctx *ctx, dpl_mat gate_up, const float *row_weight, size_t n_rows, size_t f,
-                        dpl_mat h);
+void dpl_swiglu_forward(dpl_ctx *ctx, dpl_mat gate_up, const float *row_weight, size_t n_rows,
+                        size_t f, dpl_mat h);
 // dgate_up =, padding columns 0; drow_weight (rows) = sum over f of dh * silu(gate) * up, if not NULL.
 void dpl_swiglu_backward(dpl_ctx *ctx, dpl_mat dh, dpl_mat gate_up, const float *row_weight,
                          size_t n_rows, size_t f, dpl_mat dgate_up, float *drow_weight);
 
-void dpl_add(dpl_ctx *ctx, dpl_mat a, dpl_mat b, size_t n_rows, size_t d, dpl_mat out); // out may be a
-void dpl_copy(dpl_ctx *ctx, dpl_mat src, size_t n_rows, size_t d, dpl_mat dst);         // converts
+void dpl_add(dpl_ctx *ctx, dpl_mat a, dpl_mat b, size_t n_rows, size_t d,
+             dpl_mat out);                                                      // out may be a
+void dpl_copy(dpl_ctx *ctx, dpl_mat src, size_t n_rows, size_t d, dpl_mat dst); // converts
 void dpl_zero(dpl_ctx *ctx, void *p, size_t bytes);
 
 // table: row-major (v, d) F32, or panels of (n = v, k = d) when in_panels (tied with the head).
-void dpl_embed_forward(dpl_ctx *ctx, const float *table, bool in_panels, const int32_t *ids, size_t n_rows,
-                       size_t v, size_t d, dpl_mat y);
+void dpl_embed_forward(dpl_ctx *ctx, const float *table, bool in_panels, const int32_t *ids,
+                       size_t n_rows, size_t v, size_t d, dpl_mat y);
 // dtable += in row order for each id (no atomics).
 void dpl_embed_backward(dpl_ctx *ctx, dpl_mat dy, const int32_t *ids, bool in_panels, size_t n_rows,
                         size_t v, size_t d, float *dtable);
 
 // Cross-entropy of each row, fp32: loss[r] = lse - logit[target] (without the z part), zloss[r] = z * lse^2,
 // both 0 where target < 0. With dscale != 0 logits are overwritten by dscale * d(loss + zloss)/dlogits.
-void dpl_xent(dpl_ctx *ctx, float *logits, size_t ld, const int32_t *targets, size_t n_rows, size_t v,
-              float z, float dscale, float *loss, float *zloss);
+void dpl_xent(dpl_ctx *ctx, float *logits, size_t ld, const int32_t *targets, size_t n_rows,
+              size_t v, float z, float dscale, float *loss, float *zloss);
 
 /* ---- attention (attention.c) ------------------------------------------------------------------
  * Causal attention of B sequences of S rows; keys and values have two parts as MLA makes them: a part per
@@ -137,9 +152,9 @@ typedef struct dpl_attention {
     size_t n_batch, n_seq, n_heads, d_nope, d_rope, d_v;
     float scale;
     const int32_t *segment; // (B*S), NULL: all 1
-    dpl_mat q;              // (B*S, H*(d_nope+d_rope)): head h at column h*(d_nope+d_rope): nope, then rope
-    dpl_mat kv;             // (B*S, H*(d_nope+d_v)): head h: key nope, then value
-    dpl_mat k_rope;         // (B*S, d_rope)
+    dpl_mat q;      // (B*S, H*(d_nope+d_rope)): head h at column h*(d_nope+d_rope): nope, then rope
+    dpl_mat kv;     // (B*S, H*(d_nope+d_v)): head h: key nope, then value
+    dpl_mat k_rope; // (B*S, d_rope)
 } dpl_attention;
 // out (B*S, H*d_v); lse (B*H*S) = logsumexp of the scaled scores, kept for backward.
 void dpl_attention_forward(dpl_ctx *ctx, const dpl_attention *a, dpl_mat out, float *lse);
@@ -149,25 +164,16 @@ void dpl_attention_backward(dpl_ctx *ctx, const dpl_attention *a, dpl_mat out, c
 
 /* ---- routing and row movement (route.c) --------------------------------------------------------- */
 
-typedef struct dpl_route_rule {
-    size_t n_experts, top_k;
-    size_t n_groups, top_groups; // 1, 1: no groups
-    bool sigmoid;                // else softmax before top-K
-    bool group_top2;             // group score: sum of its two best (DeepSeek-V3), else its best (V2)
-    bool norm_topk;
-    float scale;
-} dpl_route_rule;
-
-// DeepSeek-V3's order of operations (design: score, choice = score + bias, groups, top-K with the lower id
+// dpl_route_rule is public (dropless.h). DeepSeek-V3's order of operations (design: score, choice = score + bias, groups, top-K with the lower id
 // first among equals, unbiased weights, normalization with +1e-20, scale), in fp32. Rows with segment 0 get
 // ids -1 and weights 0. score (T, E) is kept for backward. *bad_row = the lowest row that has a logit that is
 // not finite, or -1; the ids of such a row are 0..K-1 and its weights 0, never an invalid index.
-void dpl_route_forward(dpl_ctx *ctx, const dpl_route_rule *rule, const float *logits, const float *bias,
-                       const int32_t *segment, size_t n_rows, float *score, int32_t *ids, float *weights,
-                       int32_t *bad_row);
+void dpl_route_forward(dpl_ctx *ctx, const dpl_route_rule *rule, const float *logits,
+                       const float *bias, const int32_t *segment, size_t n_rows, float *score,
+                       int32_t *ids, float *weights, int32_t *bad_row);
 // dlogits (T, E) = from dweights (T, K).
-void dpl_route_backward(dpl_ctx *ctx, const dpl_route_rule *rule, const float *dweights, const int32_t *ids,
-                        const float *score, size_t n_rows, float *dlogits);
+void dpl_route_backward(dpl_ctx *ctx, const dpl_route_rule *rule, const float *dweights,
+                        const int32_t *ids, const float *score, size_t n_rows, float *dlogits);
 
 // Auxiliary losses of one MoE layer. Rows with ids -1 (padding) count nowhere.
 typedef enum dpl_balance_kind {
@@ -177,22 +183,24 @@ typedef enum dpl_balance_kind {
 } dpl_balance_kind;
 typedef struct dpl_aux {
     dpl_balance_kind kind;
-    float balance_weight, z_weight; // 0: off. Already divided by the number of layers where it is a mean
-    float dscale;                   // multiplies the gradients
+    float balance_weight,
+        z_weight; // 0: off. Already divided by the number of layers where it is a mean
+    float dscale; // multiplies the gradients
     size_t n_batch, n_seq;
 } dpl_aux;
 // values_out[0] = balance loss, [1] = router z-loss (each weighted); dlogits (T, E) += dscale * gradient
 // (dlogits NULL: values only).
-void dpl_aux_losses(dpl_ctx *ctx, const dpl_route_rule *rule, const dpl_aux *aux, const float *logits,
-                    const float *score, const int32_t *ids, double *values_out, float *dlogits);
+void dpl_aux_losses(dpl_ctx *ctx, const dpl_route_rule *rule, const dpl_aux *aux,
+                    const float *logits, const float *score, const int32_t *ids, double *values_out,
+                    float *dlogits);
 
 // Stable counting sort of the (T, K) ids by expert; slot = t * K + k. Ids < 0 are skipped. offsets (E + 1);
 // slot_row (T*K): the row of a slot or -1; row_slot: the slot of a row, offsets[E] entries used.
-void dpl_permute(dpl_ctx *ctx, const int32_t *ids, size_t n_slots, size_t n_experts, int64_t *offsets,
-                 int32_t *slot_row, int32_t *row_slot);
+void dpl_permute(dpl_ctx *ctx, const int32_t *ids, size_t n_slots, size_t n_experts,
+                 int64_t *offsets, int32_t *slot_row, int32_t *row_slot);
 // rows[r] = x[row_slot[r] / K], row_weight[r] = weights[row_slot[r]] (weights NULL: not wanted)
-void dpl_gather_rows(dpl_ctx *ctx, dpl_mat x, const float *weights, const int32_t *row_slot, size_t top_k,
-                     size_t n_rows, size_t d, dpl_mat rows, float *row_weight);
+void dpl_gather_rows(dpl_ctx *ctx, dpl_mat x, const float *weights, const int32_t *row_slot,
+                     size_t top_k, size_t n_rows, size_t d, dpl_mat rows, float *row_weight);
 // y[t] = sum over k, in slot order, fp32, one rounding, of rows[slot_row[t, k]] (skipping -1), or += (y F32).
 // slot_value[t*K+k] = row_value[row] or 0 where -1 (row_value NULL: not wanted).
 void dpl_combine_rows(dpl_ctx *ctx, dpl_mat rows, const float *row_value, const int32_t *slot_row,
@@ -207,12 +215,13 @@ typedef struct dpl_adamw {
     float grad_scale;         // the gradient is multiplied by this first (clipping)
 } dpl_adamw;
 // One pass: moments, update, and the bf16 compute copy if there is one (NULL: none).
-void dpl_adamw_step(dpl_ctx *ctx, const dpl_adamw *a, const float *grad, size_t n, float *param, float *m,
-                    float *v, uint16_t *copy);
-void dpl_sgd_step(dpl_ctx *ctx, float lr, float grad_scale, const float *grad, size_t n, float *param,
-                  uint16_t *copy);
-void dpl_sum(dpl_ctx *ctx, const float *x, size_t n, double *sum_out);          // fixed chunks, in order
-void dpl_sum_squares(dpl_ctx *ctx, const float *x, size_t n, double *sum_out);  // not finite if any x is not
+void dpl_adamw_step(dpl_ctx *ctx, const dpl_adamw *a, const float *grad, size_t n, float *param,
+                    float *m, float *v, uint16_t *copy);
+void dpl_sgd_step(dpl_ctx *ctx, float lr, float grad_scale, const float *grad, size_t n,
+                  float *param, uint16_t *copy);
+void dpl_sum(dpl_ctx *ctx, const float *x, size_t n, double *sum_out); // fixed chunks, in order
+void dpl_sum_squares(dpl_ctx *ctx, const float *x, size_t n,
+                     double *sum_out); // not finite if any x is not
 void dpl_to_bf16(dpl_ctx *ctx, const float *x, size_t n, uint16_t *y);
 
 #endif

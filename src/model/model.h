@@ -29,9 +29,9 @@ typedef struct dpl_rope_config {
 
 typedef struct dpl_model_config {
     size_t vocab, d, n_layers, n_dense, n_heads;
-    size_t q_lora, kv_lora, d_nope, d_rope, d_v; // q_lora 0: full query projection
+    size_t q_lora, kv_lora, d_nope, d_rope, d_v;     // q_lora 0: full query projection
     size_t mlp_f, moe_f, n_experts, top_k, n_shared; // width of a dense layer, of one expert
-    size_t n_groups, top_groups;                  // 1, 1: no groups
+    size_t n_groups, top_groups;                     // 1, 1: no groups
     size_t n_mtp, max_positions;
     bool sigmoid, routed_bias, norm_topk, tied, attention_bias, rope_interleave;
     double eps, routed_scale;
@@ -46,11 +46,13 @@ dpl_status dpl_model_config_check(const dpl_model_config *config);
 // and is not supported is an error that names it.
 dpl_status dpl_model_config_from_json(const json_t *object, dpl_model_config *config_out);
 json_t *dpl_model_config_to_json(const dpl_model_config *config, dpl_dtype dtype); // new reference
-uint64_t dpl_model_param_count(const dpl_model_config *config);        // trainable, without MTP
-uint64_t dpl_model_active_param_count(const dpl_model_config *config); // a token's: E - K experts left out
+uint64_t dpl_model_param_count(const dpl_model_config *config); // trainable, without MTP
+uint64_t
+dpl_model_active_param_count(const dpl_model_config *config); // a token's: E - K experts left out
 // FLOPs of one micro-batch's forward and backward (3 x forward), MaxText's count; MTP included as MaxText does.
 double dpl_model_flops(const dpl_model_config *config, size_t n_batch, size_t n_seq);
-double dpl_model_attention_flops(const dpl_model_config *config, size_t n_batch, size_t n_seq); // part of it
+double dpl_model_attention_flops(const dpl_model_config *config, size_t n_batch,
+                                 size_t n_seq); // part of it
 // Softmax scale, and the factor on cos and sin.
 double dpl_model_softmax_scale(const dpl_model_config *config);
 // inv_freq (d_rope / 2) in fp32 as transformers holds it, returns the factor on cos and sin.
@@ -59,34 +61,56 @@ double dpl_rope_frequencies(const dpl_model_config *config, float *inv_freq);
 /* ---- parameters (params.c) ---------------------------------------------------------------------- */
 
 typedef enum dpl_param_id {
-    DPL_P_EMBED, DPL_P_HEAD, DPL_P_FINAL_NORM,
-    DPL_P_ATTN_NORM, DPL_P_Q, DPL_P_Q_A, DPL_P_Q_A_BIAS, DPL_P_Q_A_NORM, DPL_P_Q_B, DPL_P_KV_A, DPL_P_KV_A_BIAS,
-    DPL_P_KV_A_NORM, DPL_P_KV_B, DPL_P_O, DPL_P_O_BIAS, DPL_P_MLP_NORM,
-    DPL_P_GATE_UP, DPL_P_DOWN,               // dense layers
-    DPL_P_ROUTER, DPL_P_EXPERT_GATE_UP, DPL_P_EXPERT_DOWN, DPL_P_SHARED_GATE_UP, DPL_P_SHARED_DOWN,
-    DPL_P_MTP_ENORM, DPL_P_MTP_HNORM, DPL_P_MTP_PROJ, DPL_P_MTP_NORM,
+    DPL_P_EMBED,
+    DPL_P_HEAD,
+    DPL_P_FINAL_NORM,
+    DPL_P_ATTN_NORM,
+    DPL_P_Q,
+    DPL_P_Q_A,
+    DPL_P_Q_A_BIAS,
+    DPL_P_Q_A_NORM,
+    DPL_P_Q_B,
+    DPL_P_KV_A,
+    DPL_P_KV_A_BIAS,
+    DPL_P_KV_A_NORM,
+    DPL_P_KV_B,
+    DPL_P_O,
+    DPL_P_O_BIAS,
+    DPL_P_MLP_NORM,
+    DPL_P_GATE_UP,
+    DPL_P_DOWN, // dense layers
+    DPL_P_ROUTER,
+    DPL_P_EXPERT_GATE_UP,
+    DPL_P_EXPERT_DOWN,
+    DPL_P_SHARED_GATE_UP,
+    DPL_P_SHARED_DOWN,
+    DPL_P_MTP_ENORM,
+    DPL_P_MTP_HNORM,
+    DPL_P_MTP_PROJ,
+    DPL_P_MTP_NORM,
     DPL_P_N
 } dpl_param_id;
 
 // One parameter tensor. Vectors and the untied embedding are plain row-major; matrices are in panels (ops.h).
 typedef struct dpl_param {
     dpl_param_id id;
-    int layer;              // -1: not in a layer. MTP module m is layer n_layers + m
+    int layer; // -1: not in a layer. MTP module m is layer n_layers + m
     bool in_panels;
-    bool interleaved;       // gate_up: k columns of gate and up alternate by 16
-    size_t n_groups, n, k;  // vector: n_groups 1, n 1, k its length. gate_up: n = 2 * round_up(F, 16)
-    size_t offset, elems;   // in the flat arrays, padding included; offset a multiple of 16
-    double fan_in;          // 0: a norm (ones) or a bias (zeros)
+    bool interleaved; // gate_up: k columns of gate and up alternate by 16
+    size_t n_groups, n,
+        k;                // vector: n_groups 1, n 1, k its length. gate_up: n = 2 * round_up(F, 16)
+    size_t offset, elems; // in the flat arrays, padding included; offset a multiple of 16
+    double fan_in;        // 0: a norm (ones) or a bias (zeros)
     bool ones;
 } dpl_param;
 
 typedef struct dpl_params {
     dpl_param *list;
     size_t n;
-    size_t elems;     // of the flat arrays
-    float *master;    // fp32
-    float *grad;      // fp32, NULL until training begins
-    uint16_t *copy;   // bf16 compute copy, NULL when computing in fp32
+    size_t elems;   // of the flat arrays
+    float *master;  // fp32
+    float *grad;    // fp32, NULL until training begins
+    uint16_t *copy; // bf16 compute copy, NULL when computing in fp32
 } dpl_params;
 
 // A tensor as it stands in a file: a slice of one parameter under its Hugging Face name.
@@ -98,7 +122,7 @@ typedef struct dpl_disk_tensor {
     size_t group;           // expert
     int part;               // interleaved: 0 gate, 1 up; else 0
     float *bias;            // router bias (E), F32 always on disk
-    bool copy_of_shared;    // MTP: repeats embedding or head; written, and must be equal when loaded
+    bool copy_of_shared; // MTP: repeats embedding or head; written, and must be equal when loaded
 } dpl_disk_tensor;
 
 /* ---- a batch, the loss ----------------------------------------------------------------------------- */
@@ -120,8 +144,8 @@ typedef struct dpl_loss_rule {
 
 // Sums over one micro-batch; the trainer adds them up and divides.
 typedef struct dpl_loss_sums {
-    double xent, z;          // sums over tokens with a target
-    double n_tokens;         // their number, W
+    double xent, z;              // sums over tokens with a target
+    double n_tokens;             // their number, W
     double mtp_xent, mtp_tokens; // over all depths
     double balance, router_z;    // already weighted, normalized over this micro-batch
 } dpl_loss_sums;
@@ -129,8 +153,8 @@ typedef struct dpl_loss_sums {
 /* ---- the model (model.c) ---------------------------------------------------------------------------- */
 
 // What --probe style tools receive, in the order of computation. data: fp32 or int64, host memory.
-typedef void (*dpl_probe_fn)(void *arg, const char *name, bool is_int, int rank, const int64_t *shape,
-                             const void *data);
+typedef void (*dpl_probe_fn)(void *arg, const char *name, bool is_int, int rank,
+                             const int64_t *shape, const void *data);
 
 typedef struct dpl_model dpl_model;
 struct dpl_model {
@@ -139,27 +163,50 @@ struct dpl_model {
     dpl_model_config config;
     dpl_dtype dtype; // of compute: F32, or BF16 over fp32 masters
     dpl_params params;
-    const dpl_param **by_id; // (n_layers + n_mtp + 1, DPL_P_N); row 0: outside layers
-    float *router_bias;      // (layers incl. MTP, E); rows of dense layers unused
-    int64_t *counts;         // (layers incl. MTP, E): tokens per expert since the trainer last cleared it
-    float *cos, *sin;        // (max positions used, d_rope / 2), grown on demand
+    const dpl_param *
+        *by_id; // (n_layers + n_mtp + 1, DPL_P_N); row 0: outside layers. NULL: not there
+    dpl_disk_tensor *disk; // (n_disk) in file order
+    size_t n_disk;
+    float *router_bias; // (layers incl. MTP, E); rows of dense layers unused
+    int64_t *counts;  // (layers incl. MTP, E): tokens per expert since the trainer last cleared it
+    float *cos, *sin; // (max positions used, d_rope / 2), grown on demand
     size_t n_positions;
-    dpl_probe_fn probe;      // NULL: none
+    dpl_probe_fn probe; // NULL: none
     void *probe_arg;
 };
 
 // Parameters are zero until they are initialized or loaded.
-dpl_status dpl_model_create(dpl_ctx *ctx, dpl_comm *comm, const dpl_model_config *config, dpl_dtype dtype,
-                            dpl_model **model_out);
+dpl_status dpl_model_create(dpl_ctx *ctx, dpl_comm *comm, const dpl_model_config *config,
+                            dpl_dtype dtype, dpl_model **model_out);
 void dpl_model_destroy(dpl_model **model);
 
 typedef enum dpl_init_rule { DPL_INIT_FAN_IN, DPL_INIT_MAXTEXT, DPL_INIT_NORMAL } dpl_init_rule;
 void dpl_model_init(dpl_model *model, dpl_init_rule rule, double std, uint64_t seed);
-void dpl_model_refresh(dpl_model *model); // bf16 copies from the masters; after any change of masters
+void dpl_model_refresh(
+    dpl_model *model); // bf16 copies from the masters; after any change of masters
 
-// Disk names, in file order. n = dpl_model_disk_count().
-size_t dpl_model_disk_count(const dpl_model *model);
-void dpl_model_disk_at(const dpl_model *model, size_t i, dpl_disk_tensor *tensor_out);
+// params.c, for create and destroy: the tensor table, the flat arrays, the disk names.
+dpl_status dpl_params_build(dpl_model *model);
+void dpl_params_free(dpl_model *model);
+// The parameter `id` of a layer (-1: outside layers), NULL if the model has none.
+static inline const dpl_param *dpl_model_param(const dpl_model *model, int layer, dpl_param_id id)
+{
+    return model->by_id[(size_t)(layer + 1) * DPL_P_N + id];
+}
+// Its compute weight, its fp32 values, its gradient (NULL: not training).
+dpl_weight dpl_model_weight(const dpl_model *model, const dpl_param *param);
+static inline float *dpl_model_values(const dpl_model *model, const dpl_param *param)
+{
+    return param ? model->params.master + param->offset : NULL;
+}
+static inline float *dpl_model_grad(const dpl_model *model, const dpl_param *param)
+{
+    return param && model->params.grad ? model->params.grad + param->offset : NULL;
+}
+static inline float *dpl_model_bias(const dpl_model *model, size_t layer)
+{
+    return model->router_bias + layer * model->config.n_experts;
+}
 // Moves one disk tensor between row-major `values` and the same slice of a flat array (master, grad, moments: any
 // array laid out as params).
 void dpl_disk_gather(const dpl_disk_tensor *tensor, const float *flat, float *values);
@@ -169,24 +216,29 @@ void dpl_param_name(const dpl_model *model, const dpl_param *param, char *text, 
 
 // weights.c: the model directory. Strict: every tensor of the model exactly once, unknown ones are errors.
 dpl_status dpl_model_load(dpl_model *model, const char *dir);
-dpl_status dpl_model_save(dpl_model *model, const char *dir, dpl_dtype dtype, size_t shard_bytes); // into an existing dir
-dpl_status dpl_model_read_config(const char *dir, dpl_model_config *config_out, dpl_dtype *dtype_out);
+dpl_status dpl_model_save(dpl_model *model, const char *dir, dpl_dtype dtype,
+                          size_t shard_bytes); // into an existing dir
+dpl_status dpl_model_read_config(const char *dir, dpl_model_config *config_out,
+                                 dpl_dtype *dtype_out);
 // Flat arrays (moments) under disk names with a prefix, as one safetensors file or shards.
-dpl_status dpl_model_save_flat(dpl_model *model, const char *path, const char *const *prefixes, float *const *flats,
-                               size_t n_flats);
-dpl_status dpl_model_load_flat(dpl_model *model, const char *path, const char *const *prefixes, float *const *flats,
-                               size_t n_flats);
+dpl_status dpl_model_save_flat(dpl_model *model, const char *path, const char *const *prefixes,
+                               float *const *flats, size_t n_flats);
+dpl_status dpl_model_load_flat(dpl_model *model, const char *path, const char *const *prefixes,
+                               float *const *flats, size_t n_flats);
 
+// cos and sin for positions below n (at most max_positions).
+dpl_status dpl_model_rope_tables(dpl_model *model, size_t n);
 dpl_status dpl_model_begin_training(dpl_model *model); // gradients, zeroed
 void dpl_model_zero_grads(dpl_model *model);
 // Forward and backward of one micro-batch. Gradients += d(loss)/dW with
 //   loss = xent_scale * (xent + z) + mtp_scale * mtp_xent + aux_scale * (balance + router_z).
 // DPL_ENUMERIC names layer and tensor where the first value that is not finite appears.
-dpl_status dpl_model_train_micro(dpl_model *model, const dpl_batch *batch, const dpl_loss_rule *rule,
-                                 double xent_scale, double mtp_scale, double aux_scale, dpl_loss_sums *sums_out);
+dpl_status dpl_model_train_micro(dpl_model *model, const dpl_batch *batch,
+                                 const dpl_loss_rule *rule, double xent_scale, double mtp_scale,
+                                 double aux_scale, dpl_loss_sums *sums_out);
 // Forward only; counts and biases untouched. logits_out (B, S, V) if not NULL.
-dpl_status dpl_model_evaluate(dpl_model *model, const dpl_batch *batch, const dpl_loss_rule *rule, float *logits_out,
-                              dpl_loss_sums *sums_out);
+dpl_status dpl_model_evaluate(dpl_model *model, const dpl_batch *batch, const dpl_loss_rule *rule,
+                              float *logits_out, dpl_loss_sums *sums_out);
 // bias += rate * sign(mean(count) - count) per MoE layer.
 void dpl_model_update_bias(dpl_model *model, double rate);
 bool dpl_model_layer_is_moe(const dpl_model_config *config, size_t layer); // MTP layers included
@@ -200,6 +252,7 @@ void dpl_decoder_close(dpl_decoder **decoder);
 // Feeds n more tokens; logits_out (V) of the last one.
 dpl_status dpl_decoder_feed(dpl_decoder *decoder, const int32_t *ids, size_t n, float *logits_out);
 // Picks from logits: temperature 0 is argmax (lowest id among equals); top_p in (0, 1]. Draw number `draw` of `seed`.
-int32_t dpl_sample(const float *logits, size_t vocab, double temperature, double top_p, uint64_t seed, uint64_t draw);
+int32_t dpl_sample(const float *logits, size_t vocab, double temperature, double top_p,
+                   uint64_t seed, uint64_t draw);
 
 #endif

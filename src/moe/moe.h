@@ -13,16 +13,17 @@
 #include "cpu/ops.h"
 
 typedef struct dpl_moe_shape {
-    size_t d, f, shared_f;   // shared_f 0: no shared expert; else its width (n_shared * f)
-    dpl_route_rule rule;     // E and K are in it
+    size_t d, f, shared_f;        // shared_f 0: no shared expert; else its width (n_shared * f)
+    dpl_route_rule rule;          // E and K are in it
     size_t first_expert, n_local; // experts of this rank
-    dpl_dtype dtype;         // of activations between GEMMs: F32, or BF16 (bf16 operands everywhere but the router)
+    dpl_dtype
+        dtype; // of activations between GEMMs: F32, or BF16 (bf16 operands everywhere but the router)
 } dpl_moe_shape;
 
 typedef struct dpl_moe_weights {
-    dpl_weight router;                      // (E, D) F32 always
-    const float *bias;                      // (E) or NULL; F32 always
-    dpl_weight gate_up, down;               // (EL, 2*round_up(F,16), D) interleaved by 16; (EL, D, F)
+    dpl_weight router;        // (E, D) F32 always
+    const float *bias;        // (E) or NULL; F32 always
+    dpl_weight gate_up, down; // (EL, 2*round_up(F,16), D) interleaved by 16; (EL, D, F)
     dpl_weight shared_gate_up, shared_down; // one group each; unused when shared_f is 0
 } dpl_moe_weights;
 
@@ -47,8 +48,8 @@ static inline void *dpl_moe_keep(dpl_ctx *ctx, dpl_moe_memory *memory, size_t by
 
 // What the host must know of a routing, computed by operators and read back in one piece.
 typedef struct dpl_moe_report {
-    double aux[2];     // balance loss and router z-loss, weighted
-    int32_t bad_row;   // the first token whose logits are not finite, or -1
+    double aux[2];   // balance loss and router z-loss, weighted
+    int32_t bad_row; // the first token whose logits are not finite, or -1
     int32_t unused;
     int64_t offsets[]; // (E + 1)
 } dpl_moe_report;
@@ -71,29 +72,29 @@ typedef struct dpl_moe_saved {
     int32_t *ids;          // (T, K), -1: skipped
     float *weights;        // (T, K)
     dpl_ep ep;
-    dpl_mat rows;          // (N, D)   moe_x_sorted
-    float *row_weight;     // (N)
-    dpl_mat gate_up;       // (N, 2F') moe_mlpwi
-    dpl_mat hidden;        // (N, F)   after SwiGLU and router weight
+    dpl_mat rows;      // (N, D)   moe_x_sorted
+    float *row_weight; // (N)
+    dpl_mat gate_up;   // (N, 2F') moe_mlpwi
+    dpl_mat hidden;    // (N, F)   after SwiGLU and router weight
     dpl_mat shared_gate_up, shared_hidden;
-    double aux[2];         // balance loss and router z-loss, host, weighted
+    double aux[2]; // balance loss and router z-loss, host, weighted
 } dpl_moe_saved;
 
 /* ---- router.c ---- */
 // Logits, choice, weights (allocated here); auxiliary losses if aux is not NULL. What the host wants to know of it
 // goes to saved->ep.report, which dpl_ep_plan() has allocated.
-void dpl_router_forward(dpl_ctx *ctx, const dpl_moe_shape *shape, const dpl_moe_weights *weights, dpl_mat x,
-                        size_t n_tokens, const int32_t *segment, const dpl_aux *aux, dpl_moe_memory *memory,
-                        dpl_moe_saved *saved);
+void dpl_router_forward(dpl_ctx *ctx, const dpl_moe_shape *shape, const dpl_moe_weights *weights,
+                        dpl_mat x, size_t n_tokens, const int32_t *segment, const dpl_aux *aux,
+                        dpl_moe_memory *memory, dpl_moe_saved *saved);
 // dx (T, D) F32 += ; dweights (T, K) from the experts.
-void dpl_router_backward(dpl_ctx *ctx, const dpl_moe_shape *shape, const dpl_moe_weights *weights, dpl_mat x,
-                         const dpl_aux *aux, const dpl_moe_saved *saved, const float *dweights, dpl_mat dx,
-                         float *drouter);
+void dpl_router_backward(dpl_ctx *ctx, const dpl_moe_shape *shape, const dpl_moe_weights *weights,
+                         dpl_mat x, const dpl_aux *aux, const dpl_moe_saved *saved,
+                         const float *dweights, dpl_mat dx, float *drouter);
 
 /* ---- permute.c, dispatch.c, combine.c ---- */
 // ids (T, K) in [0, E) or -1, distinct within a token (checked: DPL_EINVAL names token and ids when check is true).
-dpl_status dpl_ep_prepare(dpl_ctx *ctx, dpl_comm *comm, const dpl_moe_shape *shape, const int32_t *ids,
-                          size_t n_tokens, bool check, dpl_ep *ep_out);
+dpl_status dpl_ep_prepare(dpl_ctx *ctx, dpl_comm *comm, const dpl_moe_shape *shape,
+                          const int32_t *ids, size_t n_tokens, bool check, dpl_ep *ep_out);
 // Its three steps, for a caller that puts the router between the first two: checks the call and allocates; submits
 // the permutation; reads the report back (the one read-back of a layer), agrees on errors, exchanges the counts.
 // aux_out NULL: no router has run.
@@ -106,41 +107,46 @@ dpl_status dpl_ep_check_ids(const int32_t *ids, size_t n_tokens, size_t top_k, s
 // DPL_ENOSUP where the exchange cannot be done with so many ranks.
 dpl_status dpl_ep_check_ranks(const dpl_comm *comm);
 
-dpl_status dpl_ep_dispatch(dpl_ctx *ctx, dpl_comm *comm, const dpl_ep *ep, dpl_mat x, const float *weights, size_t d,
-                           dpl_mat rows, float *row_weight);
+dpl_status dpl_ep_dispatch(dpl_ctx *ctx, dpl_comm *comm, const dpl_ep *ep, dpl_mat x,
+                           const float *weights, size_t d, dpl_mat rows, float *row_weight);
 // y (T, D) = the sum of the K rows of a token in slot order, or += with accumulate (y F32).
-dpl_status dpl_ep_combine(dpl_ctx *ctx, dpl_comm *comm, const dpl_ep *ep, dpl_mat rows, size_t d, bool accumulate,
-                          dpl_mat y);
+dpl_status dpl_ep_combine(dpl_ctx *ctx, dpl_comm *comm, const dpl_ep *ep, dpl_mat rows, size_t d,
+                          bool accumulate, dpl_mat y);
 // dx (T, D) = sum over k of drows, or += with accumulate (dx F32); dw (T, K) = drow_w (0 where skipped; drow_w NULL:
 // zeros). dw NULL: not wanted.
-dpl_status dpl_ep_dispatch_bwd(dpl_ctx *ctx, dpl_comm *comm, const dpl_ep *ep, dpl_mat drows, const float *drow_w,
-                               size_t d, bool accumulate, dpl_mat dx, float *dw);
-dpl_status dpl_ep_combine_bwd(dpl_ctx *ctx, dpl_comm *comm, const dpl_ep *ep, dpl_mat dy, size_t d, dpl_mat drows);
+dpl_status dpl_ep_dispatch_bwd(dpl_ctx *ctx, dpl_comm *comm, const dpl_ep *ep, dpl_mat drows,
+                               const float *drow_w, size_t d, bool accumulate, dpl_mat dx,
+                               float *dw);
+dpl_status dpl_ep_combine_bwd(dpl_ctx *ctx, dpl_comm *comm, const dpl_ep *ep, dpl_mat dy, size_t d,
+                              dpl_mat drows);
 
 /* ---- experts.c: gate_up GEMM -> SwiGLU (times row weight) -> down GEMM; also the dense MLP (one group) ---- */
-void dpl_experts_forward(dpl_ctx *ctx, dpl_mat rows, const float *row_weight, dpl_groups groups, size_t f,
-                         const dpl_weight *gate_up_w, const dpl_weight *down_w, dpl_mat gate_up, dpl_mat hidden,
-                         dpl_mat y);
+void dpl_experts_forward(dpl_ctx *ctx, dpl_mat rows, const float *row_weight, dpl_groups groups,
+                         size_t f, const dpl_weight *gate_up_w, const dpl_weight *down_w,
+                         dpl_mat gate_up, dpl_mat hidden, dpl_mat y);
 // drows = (or += with accumulate, F32); dgate_up_w, ddown_w += unless NULL. Without accumulate drows may be dy.
 // Temporaries come from the arena.
-void dpl_experts_backward(dpl_ctx *ctx, dpl_mat rows, const float *row_weight, dpl_groups groups, size_t f,
-                          const dpl_weight *gate_up_w, const dpl_weight *down_w, dpl_mat gate_up, dpl_mat hidden,
-                          dpl_mat dy, dpl_mat drows, bool accumulate, float *drow_weight, float *dgate_up_w,
-                          float *ddown_w);
+void dpl_experts_backward(dpl_ctx *ctx, dpl_mat rows, const float *row_weight, dpl_groups groups,
+                          size_t f, const dpl_weight *gate_up_w, const dpl_weight *down_w,
+                          dpl_mat gate_up, dpl_mat hidden, dpl_mat dy, dpl_mat drows,
+                          bool accumulate, float *drow_weight, float *dgate_up_w, float *ddown_w);
 
 /* ---- layer.c: the whole path, shared expert included ---- */
 // y (T, D) = routed + shared. Everything in `saved` is allocated from the step arena, in this call, after it is known.
-dpl_status dpl_moe_forward(dpl_ctx *ctx, dpl_comm *comm, const dpl_moe_shape *shape, const dpl_moe_weights *weights,
-                           dpl_mat x, size_t n_tokens, const int32_t *segment, const dpl_aux *aux,
-                           dpl_moe_saved *saved_out, dpl_mat y);
+dpl_status dpl_moe_forward(dpl_ctx *ctx, dpl_comm *comm, const dpl_moe_shape *shape,
+                           const dpl_moe_weights *weights, dpl_mat x, size_t n_tokens,
+                           const int32_t *segment, const dpl_aux *aux, dpl_moe_saved *saved_out,
+                           dpl_mat y);
 // The same with `saved` in memory of the caller. saved_bytes is enough for any routing of n_tokens.
 size_t dpl_moe_saved_bytes(const dpl_moe_shape *shape, size_t n_tokens);
 dpl_status dpl_moe_forward_in(dpl_ctx *ctx, dpl_comm *comm, const dpl_moe_shape *shape,
-                              const dpl_moe_weights *weights, dpl_mat x, size_t n_tokens, const int32_t *segment,
-                              const dpl_aux *aux, dpl_moe_memory *memory, dpl_moe_saved *saved_out, dpl_mat y);
+                              const dpl_moe_weights *weights, dpl_mat x, size_t n_tokens,
+                              const int32_t *segment, const dpl_aux *aux, dpl_moe_memory *memory,
+                              dpl_moe_saved *saved_out, dpl_mat y);
 // dx (T, D) F32, written. dy is read only.
-dpl_status dpl_moe_backward(dpl_ctx *ctx, dpl_comm *comm, const dpl_moe_shape *shape, const dpl_moe_weights *weights,
-                            dpl_mat x, const dpl_aux *aux, const dpl_moe_saved *saved, dpl_mat dy, dpl_mat dx,
+dpl_status dpl_moe_backward(dpl_ctx *ctx, dpl_comm *comm, const dpl_moe_shape *shape,
+                            const dpl_moe_weights *weights, dpl_mat x, const dpl_aux *aux,
+                            const dpl_moe_saved *saved, dpl_mat dy, dpl_mat dx,
                             const dpl_moe_grads *grads);
 
 #endif

@@ -1,0 +1,593 @@
+// model.c - the stack of layers: forward, loss, multi-token prediction, backward; one micro-batch at a time.
+//
+// The head and its loss go over the tokens in blocks, forward and backward at once, so that the (B*S, V) logits
+// never exist in memory. Everything a step needs comes from the context's arena and is released at its end.
+#include <math.h>
+#include <stdio.h>
+
+#include "model/block.h"
+
+#define LOGITS_BLOCK ((size_t)4 << 20) // elements of one block of logits
+
+/* ---- opening ---- */
+
+dpl_status dpl_model_create(dpl_ctx *ctx, dpl_comm *comm, const dpl_model_config *config,
+                            dpl_dtype dtype, dpl_model **model_out)
+{
+    DPL_TRY(dpl_model_config_check(config));
+    dpl_model *m = dpl_alloc(sizeof *m);
+    if (!m) return dpl_fail(DPL_ENOMEM, "no memory for a model");
+    m->ctx = ctx;
+    m->comm = comm;
+    m->config = *config;
+    m->dtype = dtype;
+    const dpl_status status = dpl_params_build(m);
+    if (status != DPL_OK) {
+        dpl_model_destroy(&m);
+        return status;
+    }
+    *model_out = m;
+    return DPL_OK;
+}
+
+void dpl_model_destroy(dpl_model **model)
+{
+    if (!model || !*model) return;
+    dpl_ctx_wait((*model)->ctx);
+    dpl_params_free(*model);
+    dpl_free((*model)->cos);
+    dpl_free((*model)->sin);
+    dpl_free(*model);
+    *model = NULL;
+}
+
+// Tables of cos and sin for positions below n.
+dpl_status dpl_model_rope_tables(dpl_model *m, size_t n)
+{
+    const size_t half = m->config.d_rope / 2;
+    if (n <= m->n_positions) return DPL_OK;
+    n = DPL_MIN(DPL_MAX(n, 2 * m->n_positions), m->config.max_positions);
+    float *cos_table = dpl_alloc_array(n * half, sizeof(float)),
+          *sin_table = dpl_alloc_array(n * half, sizeof(float));
+    float *frequency = dpl_alloc_array(half, sizeof(float));
+    if (!cos_table || !sin_table || !frequency) {
+        dpl_free(cos_table), dpl_free(sin_table), dpl_free(frequency);
+        return dpl_fail(DPL_ENOMEM, "no memory for the rotary tables of %zu positions", n);
+    }
+    const double factor = dpl_rope_frequencies(&m->config, frequency);
+    for (size_t i = 0; i < n * half; i++) {
+        const double angle = (double)(i / half) * (double)frequency[i % half];
+        cos_table[i] = (float)(cos(angle) * factor);
+        sin_table[i] = (float)(sin(angle) * factor);
+    }
+    dpl_ctx_wait(m->ctx);
+    dpl_free(frequency), dpl_free(m->cos), dpl_free(m->sin);
+    m->cos = cos_table;
+    m->sin = sin_table;
+    m->n_positions = n;
+    return DPL_OK;
+}
+
+/* ---- probing ---- */
+
+static void send_probe(dpl_model *m, const char *stem, int layer, const char *tail, bool is_int,
+                       int rank, const int64_t *shape, const void *data)
+{
+    char name[64];
+    if (layer < 0)
+        snprintf(name, sizeof name, "%s", stem);
+    else
+        snprintf(name, sizeof name, "%s.%d%s", stem, layer, tail);
+    m->probe(m->probe_arg, name, is_int, rank, shape, data);
+}
+
+void dpl_probe_mat(dpl_model *m, const char *stem, int layer, const dpl_stream *s, dpl_mat mat,
+                   size_t width)
+{
+    if (!m->probe) return;
+    const size_t mark = dpl_ctx_mark(m->ctx);
+    const dpl_mat copy = dpl_act_alloc(m, s->n_tokens, width, true);
+    dpl_copy(m->ctx, mat, s->n_tokens, width, copy);
+    dpl_ctx_wait(m->ctx);
+    const int64_t shape[3] = {(int64_t)s->n_batch, (int64_t)s->n_seq, (int64_t)width};
+    send_probe(m, stem, layer, "", false, 3, shape, copy.p);
+    dpl_ctx_release(m->ctx, mark);
+}
+
+void dpl_probe_routing(dpl_model *m, int layer, const dpl_moe_saved *saved)
+{
+    if (!m->probe) return;
+    const size_t E = m->config.n_experts, K = m->config.top_k, T = saved->n_tokens;
+    const size_t mark = dpl_ctx_mark(m->ctx);
+    int64_t *ids = dpl_ctx_alloc(m->ctx, T * K * sizeof *ids);
+    dpl_ctx_wait(m->ctx);
+    for (size_t i = 0; i < T * K; i++)
+        ids[i] = saved->ids[i];
+    const int64_t per_expert[2] = {(int64_t)T, (int64_t)E}, per_slot[2] = {(int64_t)T, (int64_t)K};
+    send_probe(m, "router", layer, ".logits", false, 2, per_expert, saved->logits);
+    send_probe(m, "router", layer, ".ids", true, 2, per_slot, ids);
+    send_probe(m, "router", layer, ".weights", false, 2, per_slot, saved->weights);
+    send_probe(m, "router", layer, ".counts", true, 1, &per_expert[1], saved->ep.counts);
+    dpl_ctx_release(m->ctx, mark);
+}
+
+/* ---- the batch ---- */
+
+static dpl_status check_batch(const dpl_model *m, const dpl_batch *b, size_t *n_positions_out)
+{
+    const size_t T = b->n_batch * b->n_seq;
+    size_t last = b->n_seq ? b->n_seq - 1 : 0;
+    if (!b->ids || b->n_batch == 0 || b->n_seq == 0)
+        return dpl_fail(DPL_EINVAL, "a batch of %zu x %zu tokens, expected at least 1 x 1",
+                        b->n_batch, b->n_seq);
+    for (size_t i = 0; i < T; i++) {
+        if (b->ids[i] < 0 || (size_t)b->ids[i] >= m->config.vocab)
+            return dpl_fail(DPL_EINVAL,
+                            "token %zu of row %zu is %d, expected 0 to %zu (vocab_size - 1)",
+                            i % b->n_seq, i / b->n_seq, (int)b->ids[i], m->config.vocab - 1);
+        if (b->targets && b->targets[i] >= 0 && (size_t)b->targets[i] >= m->config.vocab)
+            return dpl_fail(DPL_EINVAL,
+                            "target %zu of row %zu is %d, expected at most %zu (vocab_size - 1)",
+                            i % b->n_seq, i / b->n_seq, (int)b->targets[i], m->config.vocab - 1);
+        if (b->position &&
+            (b->position[i] < 0 || (size_t)b->position[i] >= m->config.max_positions))
+            return dpl_fail(DPL_EINVAL, "position %zu of row %zu is %d, expected 0 to %zu",
+                            i % b->n_seq, i / b->n_seq, (int)b->position[i],
+                            m->config.max_positions - 1);
+        if (b->position) last = DPL_MAX(last, (size_t)b->position[i]);
+    }
+    if (last >= m->config.max_positions)
+        return dpl_fail(DPL_EINVAL,
+                        "a sequence of %zu tokens, expected at most max_position_embeddings = %zu",
+                        b->n_seq, m->config.max_positions);
+    *n_positions_out = last + 1;
+    return DPL_OK;
+}
+
+static dpl_stream stream_of(dpl_model *m, const dpl_batch *b)
+{
+    dpl_stream s = {b->n_batch, b->n_seq, b->n_batch * b->n_seq, b->segment, b->position};
+    if (!s.position) {
+        int32_t *position = dpl_ctx_alloc(m->ctx, s.n_tokens * sizeof *position);
+        for (size_t i = 0; i < s.n_tokens; i++)
+            position[i] = (int32_t)(i % s.n_seq);
+        s.position = position;
+    }
+    return s;
+}
+
+// Depth k of multi-token prediction sees the embedding of the token k further and predicts the one after it. Where
+// that token is in another document the position is padding.
+static dpl_batch shift_batch(dpl_model *m, const dpl_batch *b, const dpl_stream *s, size_t depth)
+{
+    const size_t n_seq = b->n_seq - depth, n = b->n_batch * n_seq;
+    int32_t *block = dpl_ctx_alloc(m->ctx, 4 * n * sizeof *block);
+    for (size_t i = 0; i < n; i++) {
+        const size_t here = i / n_seq * b->n_seq + i % n_seq, there = here + depth;
+        const int32_t segment = b->segment ? b->segment[here] : 1;
+        const bool inside = !b->segment || (segment != 0 && segment == b->segment[there]);
+        block[i] = b->ids[there];
+        block[n + i] = b->targets && inside ? b->targets[there] : -1;
+        block[2 * n + i] = inside ? segment : 0;
+        block[3 * n + i] = s->position[here];
+    }
+    return (dpl_batch){b->n_batch, n_seq, block, block + n, block + 2 * n, block + 3 * n};
+}
+
+double dpl_batch_mtp_tokens(const dpl_model_config *c, const dpl_batch *b)
+{
+    double n = 0;
+    for (size_t depth = 1; depth <= c->n_mtp && depth < b->n_seq; depth++)
+        for (size_t i = 0; i < b->n_batch * b->n_seq; i++) {
+            if (i % b->n_seq + depth >= b->n_seq || b->targets[i + depth] < 0) continue;
+            n += !b->segment || (b->segment[i] != 0 && b->segment[i] == b->segment[i + depth]);
+        }
+    return n;
+}
+
+static double count_targets(const dpl_batch *b)
+{
+    double n = 0;
+    for (size_t i = 0; i < b->n_batch * b->n_seq; i++)
+        n += b->targets && b->targets[i] >= 0;
+    return n;
+}
+
+/* ---- embedding, norm, head ---- */
+
+static dpl_mat embed(dpl_model *m, const int32_t *ids, size_t n_rows)
+{
+    const dpl_mat x = dpl_act_alloc(m, n_rows, m->config.d, true);
+    dpl_ctx_phase(m->ctx, DPL_PHASE_EMBED);
+    dpl_embed_forward(m->ctx, dpl_model_values(m, dpl_model_param(m, -1, DPL_P_EMBED)),
+                      m->config.tied, ids, n_rows, m->config.vocab, m->config.d, x);
+    dpl_ctx_phase(m->ctx, DPL_PHASE_OTHER);
+    return x;
+}
+
+static void embed_backward(dpl_model *m, dpl_mat dx, const int32_t *ids, size_t n_rows)
+{
+    dpl_ctx_phase(m->ctx, DPL_PHASE_EMBED);
+    dpl_embed_backward(m->ctx, dx, ids, m->config.tied, n_rows, m->config.vocab, m->config.d,
+                       dpl_model_grad(m, dpl_model_param(m, -1, DPL_P_EMBED)));
+    dpl_ctx_phase(m->ctx, DPL_PHASE_OTHER);
+}
+
+typedef struct normed {
+    dpl_mat x, y;
+    float *rstd;
+    const dpl_param *gain;
+} normed;
+
+static normed norm_forward(dpl_model *m, int layer, dpl_param_id id, dpl_mat x, size_t n_rows,
+                           dpl_mat y)
+{
+    const normed n = {x, y, dpl_ctx_alloc(m->ctx, n_rows * sizeof(float)),
+                      dpl_model_param(m, layer, id)};
+    dpl_ctx_phase(m->ctx, DPL_PHASE_NORM);
+    dpl_rmsnorm_forward(m->ctx, x, dpl_model_values(m, n.gain), n_rows, m->config.d,
+                        (float)m->config.eps, y, n.rstd);
+    dpl_ctx_phase(m->ctx, DPL_PHASE_OTHER);
+    return n;
+}
+
+static void norm_backward(dpl_model *m, const normed *n, dpl_mat dy, size_t n_rows, dpl_mat dx)
+{
+    dpl_ctx_phase(m->ctx, DPL_PHASE_NORM);
+    dpl_rmsnorm_backward(m->ctx, dy, n->x, dpl_model_values(m, n->gain), n->rstd, n_rows,
+                         m->config.d, dx, false, dpl_model_grad(m, n->gain));
+    dpl_ctx_phase(m->ctx, DPL_PHASE_OTHER);
+}
+
+static const dpl_param *head_param(const dpl_model *m)
+{
+    return dpl_model_param(m, -1, m->config.tied ? DPL_P_EMBED : DPL_P_HEAD);
+}
+
+static void head_logits(dpl_model *m, dpl_mat h, size_t n_rows, float *logits)
+{
+    const dpl_weight w = dpl_model_weight(m, head_param(m));
+    dpl_gemm_forward(m->ctx, h, &w, dpl_one_group(n_rows), dpl_mat_f32(logits, m->config.vocab));
+}
+
+// Cross-entropy of all rows. sums (2, device): xent, z. dh (rows, D) F32 is written if dh.p is not NULL, and the
+// head's gradient accumulated. token_loss (rows) if not NULL.
+static void head_loss(dpl_model *m, dpl_mat h, const int32_t *targets, size_t n_rows,
+                      float z_weight, float dscale, double *sums, dpl_mat dh, float *token_loss)
+{
+    const size_t V = m->config.vocab, mark = dpl_ctx_mark(m->ctx);
+    const size_t block = DPL_MIN(DPL_MAX(LOGITS_BLOCK / V, 64), n_rows);
+    float *logits = dpl_ctx_alloc(m->ctx, block * V * sizeof(float));
+    float *loss = token_loss ? token_loss : dpl_ctx_alloc(m->ctx, n_rows * sizeof(float));
+    float *z = dpl_ctx_alloc(m->ctx, n_rows * sizeof(float));
+    const dpl_weight w = dpl_model_weight(m, head_param(m));
+    dpl_ctx_phase(m->ctx, DPL_PHASE_LOSS);
+    for (size_t first = 0; first < n_rows; first += block) {
+        const size_t n = DPL_MIN(block, n_rows - first);
+        const dpl_mat rows = dpl_mat_at(h, first, 0), dlogits = dpl_mat_f32(logits, V);
+        head_logits(m, rows, n, logits);
+        dpl_xent(m->ctx, logits, V, targets + first, n, V, z_weight, dh.p ? dscale : 0,
+                 loss + first, z + first);
+        if (!dh.p) continue;
+        dpl_gemm_dgrad(m->ctx, dlogits, &w, dpl_one_group(n), dpl_mat_at(dh, first, 0), false);
+        dpl_gemm_wgrad(m->ctx, dlogits, rows, dpl_one_group(n), V, m->config.d, w.dtype,
+                       dpl_model_grad(m, head_param(m)));
+    }
+    dpl_sum(m->ctx, loss, n_rows, &sums[0]);
+    dpl_sum(m->ctx, z, n_rows, &sums[1]);
+    dpl_ctx_phase(m->ctx, DPL_PHASE_OTHER);
+    dpl_ctx_release(m->ctx, mark);
+}
+
+/* ---- one training pass ---- */
+
+typedef struct mtp_pass {
+    dpl_batch batch;
+    dpl_stream stream;
+    dpl_mat embedded, previous, joined, y, dh; // dh: gradient of norm.y
+    normed enorm, hnorm, norm;
+    dpl_block_saved block;
+    double *sums; // device
+} mtp_pass;
+
+typedef struct pass {
+    dpl_model *m;
+    const dpl_batch *batch;
+    dpl_stream stream;
+    dpl_aux aux;
+    double mtp_scale;
+    dpl_mat *x; // (L + 1): residual stream before layer 0, ..., after the last
+    dpl_block_saved *blocks;
+    normed final;
+    dpl_mat dfinal;
+    double *sums; // device
+    mtp_pass *mtp;
+    size_t n_mtp;
+} pass;
+
+// Names the first layer whose output is not finite.
+static dpl_status report_not_finite(const pass *p)
+{
+    for (size_t i = 0; i <= p->m->config.n_layers; i++) {
+        double *device = dpl_ctx_alloc(p->m->ctx, sizeof *device), sum;
+        dpl_sum_squares(p->m->ctx, p->x[i].p, p->stream.n_tokens * p->m->config.d, device);
+        dpl_ctx_read(p->m->ctx, &sum, device, sizeof sum);
+        if (isfinite(sum)) continue;
+        if (i == 0) return dpl_fail(DPL_ENUMERIC, "the embedding's output is not finite");
+        return dpl_fail(DPL_ENUMERIC, "the output of layer %zu is not finite", i - 1);
+    }
+    return dpl_fail(
+        DPL_ENUMERIC,
+        "the loss is not finite, all layers' outputs are: see the final norm and the head");
+}
+
+static void count_experts(const pass *p, size_t layer, const dpl_moe_saved *saved,
+                          dpl_loss_sums *sums)
+{
+    const size_t E = p->m->config.n_experts;
+    for (size_t e = 0; e < E; e++)
+        p->m->counts[layer * E + e] += saved->ep.counts[e];
+    sums->balance += saved->aux[0];
+    sums->router_z += saved->aux[1];
+}
+
+static dpl_status layers_forward(pass *p, dpl_loss_sums *sums)
+{
+    dpl_model *m = p->m;
+    const size_t L = m->config.n_layers, T = p->stream.n_tokens, D = m->config.d;
+    p->x[0] = embed(m, p->batch->ids, T);
+    dpl_probe_mat(m, "hidden.embed", -1, &p->stream, p->x[0], D);
+    for (size_t i = 0; i < L; i++) {
+        p->x[i + 1] = dpl_act_alloc(m, T, D, true);
+        DPL_TRY(
+            dpl_block_forward(m, (int)i, &p->stream, &p->aux, p->x[i], p->x[i + 1], &p->blocks[i]));
+        if (dpl_model_layer_is_moe(&m->config, i)) count_experts(p, i, &p->blocks[i].moe, sums);
+        dpl_probe_mat(m, "hidden", (int)i, &p->stream, p->x[i + 1], D);
+    }
+    p->final = norm_forward(m, -1, DPL_P_FINAL_NORM, p->x[L], T, dpl_act_alloc(m, T, D, false));
+    dpl_probe_mat(m, "hidden.final", -1, &p->stream, p->final.y, D);
+    return DPL_OK;
+}
+
+// Logits and losses in full, for comparison with other programs; only when somebody probes.
+static void probe_loss(dpl_model *m, const char *logits_name, const char *loss_name,
+                       const dpl_stream *s, dpl_mat h, const float *token_loss)
+{
+    if (!m->probe) return;
+    const size_t mark = dpl_ctx_mark(m->ctx);
+    const dpl_mat logits = dpl_act_alloc(m, s->n_tokens, m->config.vocab, true);
+    head_logits(m, h, s->n_tokens, logits.p);
+    dpl_probe_mat(m, logits_name, -1, s, logits, m->config.vocab);
+    const int64_t shape[2] = {(int64_t)s->n_batch, (int64_t)s->n_seq};
+    if (loss_name) m->probe(m->probe_arg, loss_name, false, 2, shape, token_loss);
+    dpl_ctx_release(m->ctx, mark);
+}
+
+// Rows 0 .. n_seq-1 of each sequence of `from` (from_seq rows a sequence).
+static void copy_heads(dpl_model *m, dpl_mat from, size_t from_seq, size_t n_batch, size_t n_seq,
+                       dpl_mat to)
+{
+    for (size_t b = 0; b < n_batch; b++)
+        dpl_copy(m->ctx, dpl_mat_at(from, b * from_seq, 0), n_seq, m->config.d,
+                 dpl_mat_at(to, b * n_seq, 0));
+}
+
+static dpl_status mtp_forward(pass *p, size_t depth, dpl_loss_sums *sums)
+{
+    dpl_model *m = p->m;
+    const int layer = (int)(m->config.n_layers + depth - 1);
+    const size_t D = m->config.d;
+    mtp_pass *t = &p->mtp[depth - 1];
+    t->batch = shift_batch(m, p->batch, &p->stream, depth);
+    t->stream = stream_of(m, &t->batch);
+    const size_t T = t->stream.n_tokens;
+    t->embedded = embed(m, t->batch.ids, T);
+    // Depth 1 continues from the output after the final norm, deeper ones from the normed output of the one before.
+    t->previous = dpl_act_alloc(m, T, D, false);
+    copy_heads(m, depth == 1 ? p->final.y : p->mtp[depth - 2].norm.y, t->batch.n_seq + 1,
+               t->batch.n_batch, t->batch.n_seq, t->previous);
+    t->joined = dpl_act_alloc(m, T, 2 * D, false);
+    t->enorm = norm_forward(m, layer, DPL_P_MTP_ENORM, t->embedded, T, t->joined);
+    t->hnorm = norm_forward(m, layer, DPL_P_MTP_HNORM, t->previous, T, dpl_mat_at(t->joined, 0, D));
+    const dpl_mat x = dpl_act_alloc(m, T, D, true);
+    const dpl_weight proj = dpl_model_weight(m, dpl_model_param(m, layer, DPL_P_MTP_PROJ));
+    dpl_ctx_phase(m->ctx, DPL_PHASE_GEMM);
+    dpl_gemm_forward(m->ctx, t->joined, &proj, dpl_one_group(T), x);
+    dpl_ctx_phase(m->ctx, DPL_PHASE_OTHER);
+    t->y = dpl_act_alloc(m, T, D, true);
+    DPL_TRY(dpl_block_forward(m, layer, &t->stream, &p->aux, x, t->y, &t->block));
+    count_experts(p, (size_t)layer, &t->block.moe, sums);
+    dpl_probe_mat(m, "hidden", layer, &t->stream, t->y, D);
+    t->norm = norm_forward(m, layer, DPL_P_MTP_NORM, t->y, T, dpl_act_alloc(m, T, D, false));
+    dpl_probe_mat(m, "mtp.hidden", -1, &t->stream, t->norm.y, D);
+
+    t->dh = dpl_act_alloc(m, T, D, true);
+    t->sums = dpl_ctx_alloc(m->ctx, 2 * sizeof(double));
+    head_loss(m, t->norm.y, t->batch.targets, T, 0, (float)p->mtp_scale, t->sums, t->dh, NULL);
+    probe_loss(m, "mtp.logits", NULL, &t->stream, t->norm.y, NULL);
+    return DPL_OK;
+}
+
+static dpl_status mtp_backward(pass *p, size_t depth)
+{
+    dpl_model *m = p->m;
+    const int layer = (int)(m->config.n_layers + depth - 1);
+    const size_t D = m->config.d, mark = dpl_ctx_mark(m->ctx);
+    mtp_pass *t = &p->mtp[depth - 1];
+    const size_t T = t->stream.n_tokens;
+    const dpl_mat dy = dpl_act_alloc(m, T, D, true);
+    norm_backward(m, &t->norm, t->dh, T, dy);
+    dpl_probe_mat(m, "dhidden", layer, &t->stream, dy, D);
+    DPL_TRY(dpl_block_backward(m, layer, &t->stream, &p->aux, &t->block, dy));
+    const dpl_param *param = dpl_model_param(m, layer, DPL_P_MTP_PROJ);
+    const dpl_weight proj = dpl_model_weight(m, param);
+    const dpl_mat djoined = dpl_act_alloc(m, T, 2 * D, true), d = dpl_act_alloc(m, T, D, true);
+    dpl_ctx_phase(m->ctx, DPL_PHASE_GEMM);
+    dpl_gemm_dgrad(m->ctx, dy, &proj, dpl_one_group(T), djoined, false);
+    dpl_gemm_wgrad(m->ctx, dy, t->joined, dpl_one_group(T), param->n, param->k, proj.dtype,
+                   dpl_model_grad(m, param));
+    norm_backward(m, &t->enorm, djoined, T, d);
+    embed_backward(m, d, t->batch.ids, T);
+    norm_backward(m, &t->hnorm, dpl_mat_at(djoined, 0, D), T, d);
+    const dpl_mat to = depth == 1 ? p->dfinal : p->mtp[depth - 2].dh;
+    for (size_t b = 0; b < t->batch.n_batch; b++) {
+        const dpl_mat rows = dpl_mat_at(to, b * (t->batch.n_seq + 1), 0);
+        dpl_add(m->ctx, rows, dpl_mat_at(d, b * t->batch.n_seq, 0), t->batch.n_seq, D, rows);
+    }
+    dpl_ctx_release(m->ctx, mark);
+    return DPL_OK;
+}
+
+static dpl_status backward(pass *p)
+{
+    dpl_model *m = p->m;
+    const size_t L = m->config.n_layers, T = p->stream.n_tokens, D = m->config.d;
+    for (size_t depth = p->n_mtp; depth > 0; depth--)
+        DPL_TRY(mtp_backward(p, depth));
+    const dpl_mat dx = dpl_act_alloc(m, T, D, true);
+    norm_backward(m, &p->final, p->dfinal, T, dx);
+    for (size_t i = L; i-- > 0;) {
+        dpl_probe_mat(m, "dhidden", (int)i, &p->stream, dx, D);
+        DPL_TRY(dpl_block_backward(m, (int)i, &p->stream, &p->aux, &p->blocks[i], dx));
+    }
+    embed_backward(m, dx, p->batch->ids, T);
+    return DPL_OK;
+}
+
+static dpl_status read_sums(const pass *p, dpl_loss_sums *sums)
+{
+    double pair[2];
+    dpl_ctx_read(p->m->ctx, pair, p->sums, sizeof pair);
+    sums->xent = pair[0];
+    sums->z = pair[1];
+    for (size_t i = 0; i < p->n_mtp; i++) {
+        dpl_ctx_read(p->m->ctx, pair, p->mtp[i].sums, sizeof pair);
+        sums->mtp_xent += pair[0];
+        sums->mtp_tokens += count_targets(&p->mtp[i].batch);
+    }
+    const double all = sums->xent + sums->z + sums->mtp_xent + sums->balance + sums->router_z;
+    return isfinite(all) ? DPL_OK : report_not_finite(p);
+}
+
+static dpl_status run_pass(pass *p, const dpl_loss_rule *rule, double xent_scale,
+                           dpl_loss_sums *sums)
+{
+    dpl_model *m = p->m;
+    const size_t L = m->config.n_layers, T = p->stream.n_tokens, D = m->config.d;
+    p->x = dpl_ctx_alloc(m->ctx, (L + 1) * sizeof *p->x);
+    p->blocks = dpl_ctx_alloc(m->ctx, L * sizeof *p->blocks);
+    p->n_mtp = DPL_MIN(m->config.n_mtp, p->batch->n_seq - 1);
+    p->mtp = dpl_ctx_alloc(m->ctx, p->n_mtp * sizeof *p->mtp);
+    p->sums = dpl_ctx_alloc(m->ctx, 2 * sizeof(double));
+    DPL_TRY(layers_forward(p, sums));
+    p->dfinal = dpl_act_alloc(m, T, D, true);
+    float *token_loss = dpl_ctx_alloc(m->ctx, T * sizeof(float));
+    head_loss(m, p->final.y, p->batch->targets, T, (float)rule->z_weight, (float)xent_scale,
+              p->sums, p->dfinal, token_loss);
+    probe_loss(m, "logits", "token_loss", &p->stream, p->final.y, token_loss);
+    for (size_t depth = 1; depth <= p->n_mtp; depth++)
+        DPL_TRY(mtp_forward(p, depth, sums));
+    DPL_TRY(read_sums(p, sums));
+    return backward(p);
+}
+
+static dpl_aux aux_of(const dpl_model *m, const dpl_loss_rule *rule, double dscale,
+                      const dpl_stream *s)
+{
+    const dpl_model_config *c = &m->config;
+    const double n_moe = c->n_experts ? (double)(c->n_layers - c->n_dense + c->n_mtp) : 1;
+    const double balance = rule->balance == DPL_BALANCE_MEGATRON
+                               ? 1
+                               : n_moe; // Megatron's is a sum over layers
+    return (dpl_aux){.kind = rule->balance,
+                     .balance_weight = (float)(rule->balance_weight / balance),
+                     .z_weight = (float)(rule->router_z_weight / n_moe),
+                     .dscale = (float)dscale,
+                     .n_batch = s->n_batch,
+                     .n_seq = s->n_seq};
+}
+
+dpl_status dpl_model_train_micro(dpl_model *m, const dpl_batch *batch, const dpl_loss_rule *rule,
+                                 double xent_scale, double mtp_scale, double aux_scale,
+                                 dpl_loss_sums *sums_out)
+{
+    size_t n_positions;
+    DPL_TRY(check_batch(m, batch, &n_positions));
+    if (!batch->targets) return dpl_fail(DPL_EINVAL, "a training batch needs targets");
+    if (!m->params.grad) return dpl_fail(DPL_EINVAL, "dpl_model_begin_training() was not called");
+    DPL_TRY(dpl_model_rope_tables(m, n_positions));
+    const size_t mark = dpl_ctx_mark(m->ctx);
+    pass p = {.m = m, .batch = batch, .stream = stream_of(m, batch), .mtp_scale = mtp_scale};
+    p.aux = aux_of(m, rule, aux_scale, &p.stream);
+    dpl_loss_sums sums = {.n_tokens = count_targets(batch)};
+    const dpl_status status = run_pass(&p, rule, xent_scale, &sums);
+    dpl_ctx_wait(m->ctx);
+    dpl_ctx_release(m->ctx, mark);
+    if (status == DPL_OK) *sums_out = sums;
+    return status;
+}
+
+/* ---- evaluation ---- */
+
+static dpl_status evaluate(dpl_model *m, const dpl_batch *batch, const dpl_loss_rule *rule,
+                           float *logits_out, dpl_loss_sums *sums)
+{
+    const dpl_stream s = stream_of(m, batch);
+    const size_t T = s.n_tokens, D = m->config.d;
+    dpl_mat x = embed(m, batch->ids, T), y = dpl_act_alloc(m, T, D, true);
+    for (size_t i = 0; i < m->config.n_layers; i++) {
+        dpl_block_saved saved;
+        const size_t mark = dpl_ctx_mark(m->ctx);
+        DPL_TRY(dpl_block_forward(m, (int)i, &s, NULL, x, y, &saved));
+        dpl_ctx_release(m->ctx, mark);
+        const dpl_mat swap = x;
+        x = y;
+        y = swap;
+    }
+    const normed final = norm_forward(m, -1, DPL_P_FINAL_NORM, x, T, dpl_act_alloc(m, T, D, false));
+    if (logits_out) head_logits(m, final.y, T, logits_out);
+    if (batch->targets) {
+        double *device = dpl_ctx_alloc(m->ctx, 2 * sizeof *device), pair[2];
+        head_loss(m, final.y, batch->targets, T, (float)rule->z_weight, 0, device, (dpl_mat){0},
+                  NULL);
+        dpl_ctx_read(m->ctx, pair, device, sizeof pair);
+        sums->xent = pair[0];
+        sums->z = pair[1];
+    }
+    return DPL_OK;
+}
+
+dpl_status dpl_model_evaluate(dpl_model *m, const dpl_batch *batch, const dpl_loss_rule *rule,
+                              float *logits_out, dpl_loss_sums *sums_out)
+{
+    size_t n_positions;
+    DPL_TRY(check_batch(m, batch, &n_positions));
+    DPL_TRY(dpl_model_rope_tables(m, n_positions));
+    const size_t mark = dpl_ctx_mark(m->ctx);
+    dpl_loss_sums sums = {.n_tokens = count_targets(batch)};
+    const dpl_status status = evaluate(m, batch, rule, logits_out, &sums);
+    dpl_ctx_wait(m->ctx);
+    dpl_ctx_release(m->ctx, mark);
+    if (status == DPL_OK && sums_out) *sums_out = sums;
+    return status;
+}
+
+/* ---- after the optimizer step ---- */
+
+void dpl_model_update_bias(dpl_model *m, double rate)
+{
+    const size_t E = m->config.n_experts, layers = m->config.n_layers + m->config.n_mtp;
+    for (size_t layer = 0; layer < layers; layer++) {
+        if (!dpl_model_layer_is_moe(&m->config, layer)) continue;
+        const int64_t *count = m->counts + layer * E;
+        float *bias = dpl_model_bias(m, layer);
+        int64_t total = 0;
+        for (size_t e = 0; e < E; e++)
+            total += count[e];
+        // sign(mean - count) in whole numbers: total / E against count[e].
+        for (size_t e = 0; e < E; e++) {
+            const int64_t excess = total - count[e] * (int64_t)E;
+            bias[e] += (float)(rate * (double)((excess > 0) - (excess < 0)));
+        }
+    }
+}

@@ -1,0 +1,337 @@
+// weights.c - model directories: config.json and safetensors, read strictly and written as transformers reads them.
+//
+// Strict means: every tensor of the model is found exactly once with the right shape, and a tensor that the model does
+// not know is an error, so that nothing is dropped silently or left at its initial value.
+#include <limits.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "io/io.h"
+#include "model/model.h"
+
+dpl_status dpl_model_read_config(const char *dir, dpl_model_config *config_out,
+                                 dpl_dtype *dtype_out)
+{
+    char path[PATH_MAX];
+    if (snprintf(path, sizeof path, "%s/config.json", dir) >= (int)sizeof path)
+        return dpl_fail(DPL_EINVAL, "the path %.64s... is too long", dir);
+    json_t *object;
+    DPL_TRY(dpl_json_read(path, &object));
+    const dpl_status status = dpl_model_config_from_json(object, config_out);
+    if (status == DPL_OK && dtype_out) {
+        const json_t *dtype = json_object_get(object, "dtype");
+        if (!dtype) dtype = json_object_get(object, "torch_dtype");
+        const char *text = json_string_value(dtype);
+        *dtype_out = text && strcmp(text, "bfloat16") == 0 ? DPL_BF16 : DPL_F32;
+    }
+    json_decref(object);
+    return status == DPL_OK ? DPL_OK : dpl_fail_in(status, "%s", path);
+}
+
+static size_t disk_elems(const dpl_disk_tensor *t)
+{
+    return (size_t)(t->shape[0] * t->shape[1]);
+}
+
+static size_t largest_elems(const dpl_model *m)
+{
+    size_t largest = m->config.vocab * m->config.d;
+    for (size_t i = 0; i < m->n_disk; i++)
+        largest = DPL_MAX(largest, disk_elems(&m->disk[i]));
+    return largest;
+}
+
+/* ---- reading ---- */
+
+static dpl_status check_shape(const dpl_disk_tensor *want, const dpl_st_tensor *got,
+                              const char *file)
+{
+    const int64_t rows = got->rank > 0 ? got->shape[0] : 1,
+                  cols = got->rank > 1 ? got->shape[1] : 1;
+    if (got->rank == want->rank && rows == want->shape[0] && cols == want->shape[1]) return DPL_OK;
+    return dpl_fail(
+        DPL_EFORMAT,
+        "%s: \"%s\" has rank %d and shape (%lld, %lld), expected rank %d and (%lld, %lld)", file,
+        got->name, got->rank, (long long)rows, (long long)cols, want->rank,
+        (long long)want->shape[0], (long long)want->shape[1]);
+}
+
+// values and other: as large as the tensor. A copy must equal what it repeats.
+static dpl_status read_tensor(dpl_model *m, const dpl_disk_tensor *want, const dpl_st_tensor *got,
+                              const char *file, float *values, float *other)
+{
+    DPL_TRY(check_shape(want, got, file));
+    const size_t n = disk_elems(want);
+    const dpl_status status = dpl_st_read_f32(got, 0, n, want->bias ? want->bias : values);
+    if (status != DPL_OK) return dpl_fail_in(status, "%s", file);
+    if (want->bias) return DPL_OK;
+    if (!want->copy_of_shared) {
+        dpl_disk_scatter(want, m->params.master, values);
+        return DPL_OK;
+    }
+    dpl_disk_gather(want, m->params.master, other);
+    if (memcmp(values, other, n * sizeof(float)) == 0) return DPL_OK;
+    return dpl_fail(DPL_EFORMAT,
+                    "%s: \"%s\" differs from the embedding or head that it must repeat", file,
+                    got->name);
+}
+
+static int compare_names(const void *a, const void *b)
+{
+    return strcmp(((const dpl_disk_tensor *const *)a)[0]->name,
+                  ((const dpl_disk_tensor *const *)b)[0]->name);
+}
+
+// Tensors that public files carry and that are not the model's: layers after the last one, rotary tables, and the head
+// of a tied model (checked by the caller).
+static bool is_known_extra(const dpl_model *m, const char *name)
+{
+    long layer;
+    if (sscanf(name, "model.layers.%ld.", &layer) == 1 &&
+        layer >= (long)(m->config.n_layers + m->config.n_mtp))
+        return true;
+    const char *tail = strstr(name, "rotary_emb.inv_freq");
+    return (tail && tail[19] == '\0') || (m->config.tied && strcmp(name, "lm_head.weight") == 0);
+}
+
+static dpl_status refuse_unknown(const dpl_model *m, const dpl_shards *shards)
+{
+    const dpl_disk_tensor **sorted = dpl_alloc_array(m->n_disk, sizeof(dpl_disk_tensor *));
+    if (!sorted) return dpl_fail(DPL_ENOMEM, "no memory to check %zu tensor names", m->n_disk);
+    for (size_t i = 0; i < m->n_disk; i++)
+        sorted[i] = &m->disk[i];
+    qsort(sorted, m->n_disk, sizeof *sorted, compare_names);
+    dpl_status status = DPL_OK;
+    size_t n_ignored = 0;
+    for (size_t i = 0; i < dpl_shards_count(shards) && status == DPL_OK; i++) {
+        const char *file;
+        dpl_disk_tensor key;
+        const dpl_disk_tensor *key_p = &key;
+        const dpl_st_tensor *t = dpl_shards_at(shards, i, &file);
+        snprintf(key.name, sizeof key.name, "%s", t->name);
+        if (strlen(t->name) < sizeof key.name &&
+            bsearch(&key_p, sorted, m->n_disk, sizeof *sorted, compare_names))
+            continue;
+        if (is_known_extra(m, t->name))
+            n_ignored++;
+        else
+            status = dpl_fail(DPL_EFORMAT, "%s: tensor \"%s\" is not one of this model's", file,
+                              t->name);
+    }
+    dpl_free(sorted);
+    if (n_ignored) dpl_log("%zu tensors beyond this model's layers were left unread", n_ignored);
+    return status;
+}
+
+static dpl_status refuse_missing(const dpl_model *m, const dpl_shards *shards, const char *dir)
+{
+    size_t n_missing = 0;
+    const char *first = NULL;
+    for (size_t i = 0; i < m->n_disk; i++) {
+        if (m->disk[i].copy_of_shared || dpl_shards_find(shards, m->disk[i].name, NULL)) continue;
+        if (n_missing++ == 0) first = m->disk[i].name;
+    }
+    if (n_missing == 0) return DPL_OK;
+    return dpl_fail(DPL_EFORMAT, "%s: %zu tensors are missing, the first is \"%s\"", dir, n_missing,
+                    first);
+}
+
+static dpl_status check_tied_head(dpl_model *m, const dpl_shards *shards, float *values,
+                                  float *other)
+{
+    const char *file;
+    const dpl_st_tensor *head = m->config.tied ? dpl_shards_find(shards, "lm_head.weight", &file)
+                                               : NULL;
+    if (!head) return DPL_OK;
+    dpl_disk_tensor want = m->disk[0]; // the embedding stands first
+    want.copy_of_shared = true;
+    return read_tensor(m, &want, head, file, values, other);
+}
+
+dpl_status dpl_model_load(dpl_model *m, const char *dir)
+{
+    dpl_shards *shards;
+    DPL_TRY(dpl_shards_open(dir, &shards));
+    const size_t n = largest_elems(m);
+    float *values = dpl_alloc_array(n, sizeof(float)), *other = dpl_alloc_array(n, sizeof(float));
+    dpl_status status = values && other
+                            ? DPL_OK
+                            : dpl_fail(DPL_ENOMEM, "no memory to read tensors of %zu elements", n);
+    if (status == DPL_OK) status = refuse_missing(m, shards, dir);
+    if (status == DPL_OK) status = refuse_unknown(m, shards);
+    for (int copies = 0; copies < 2 && status == DPL_OK;
+         copies++) { // copies last: their originals must be there
+        for (size_t i = 0; i < m->n_disk && status == DPL_OK; i++) {
+            const char *file;
+            const dpl_st_tensor *got = dpl_shards_find(shards, m->disk[i].name, &file);
+            if (got && m->disk[i].copy_of_shared == (copies == 1))
+                status = read_tensor(m, &m->disk[i], got, file, values, other);
+        }
+    }
+    if (status == DPL_OK) status = check_tied_head(m, shards, values, other);
+    if (status == DPL_OK) dpl_model_refresh(m);
+    dpl_free(values);
+    dpl_free(other);
+    dpl_shards_close(&shards);
+    return status;
+}
+
+/* ---- writing ---- */
+
+typedef struct fill_arg {
+    dpl_model *model;
+    float *values;
+    uint16_t *halves;
+    const dpl_st_tensor *tensors;
+} fill_arg;
+
+static dpl_status fill_model(void *p, size_t i, dpl_st_writer *writer)
+{
+    const fill_arg *arg = p;
+    const dpl_disk_tensor *t = &arg->model->disk[i];
+    const size_t n = disk_elems(t);
+    if (t->bias) return dpl_st_append(writer, t->bias, n * sizeof(float));
+    dpl_disk_gather(t, arg->model->params.master, arg->values);
+    if (arg->tensors[i].dtype == DPL_ST_F32)
+        return dpl_st_append(writer, arg->values, n * sizeof(float));
+    for (size_t j = 0; j < n; j++)
+        arg->halves[j] = dpl_f32_to_bf16(arg->values[j]);
+    return dpl_st_append(writer, arg->halves, n * sizeof(uint16_t));
+}
+
+static void describe(const dpl_disk_tensor *t, const char *name, dpl_st_dtype dtype,
+                     dpl_st_tensor *out)
+{
+    *out = (dpl_st_tensor){.name = name,
+                           .dtype = dtype,
+                           .rank = t->rank,
+                           .shape = {t->shape[0], t->shape[1]},
+                           .bytes = disk_elems(t) * dpl_st_dtype_bytes(dtype)};
+}
+
+static dpl_status write_config(const dpl_model *m, const char *dir, dpl_dtype dtype)
+{
+    char path[PATH_MAX];
+    if (snprintf(path, sizeof path, "%s/config.json", dir) >= (int)sizeof path)
+        return dpl_fail(DPL_EINVAL, "the path %.64s... is too long", dir);
+    json_t *object = dpl_model_config_to_json(&m->config, dtype);
+    if (!object) return dpl_fail(DPL_ENOMEM, "no memory for %s", path);
+    const dpl_status status = dpl_json_write(path, object);
+    json_decref(object);
+    return status;
+}
+
+dpl_status dpl_model_save(dpl_model *m, const char *dir, dpl_dtype dtype, size_t shard_bytes)
+{
+    const size_t n = largest_elems(m);
+    dpl_st_tensor *tensors = dpl_alloc_array(m->n_disk, sizeof *tensors);
+    fill_arg arg = {m, dpl_alloc_array(n, sizeof(float)), dpl_alloc_array(n, sizeof(uint16_t)),
+                    tensors};
+    dpl_status status = tensors && arg.values && arg.halves
+                            ? write_config(m, dir, dtype)
+                            : dpl_fail(DPL_ENOMEM, "no memory to write tensors of %zu elements", n);
+    for (size_t i = 0; i < m->n_disk && status == DPL_OK; i++) {
+        const dpl_disk_tensor *t = &m->disk[i];
+        // The router and its bias choose experts: they stay fp32, as transformers keeps them.
+        const bool f32 = dtype == DPL_F32 || t->bias || t->param->id == DPL_P_ROUTER;
+        describe(t, t->name, f32 ? DPL_ST_F32 : DPL_ST_BF16, &tensors[i]);
+    }
+    dpl_ctx_wait(m->ctx);
+    if (status == DPL_OK)
+        status = dpl_shards_write(dir, tensors, m->n_disk, shard_bytes, fill_model, &arg);
+    dpl_free(arg.values);
+    dpl_free(arg.halves);
+    dpl_free(tensors);
+    return status;
+}
+
+/* ---- flat arrays (moments) ---- */
+
+typedef dpl_status (*flat_fn)(void *arg, const char *name, const dpl_disk_tensor *tensor,
+                              float *flat, float *values);
+
+// Calls fn for each tensor that the optimizer knows, under "prefix" + its disk name.
+static dpl_status each_flat(dpl_model *m, const char *const *prefixes, float *const *flats,
+                            size_t n_flats, flat_fn fn, void *arg)
+{
+    float *values = dpl_alloc_array(largest_elems(m), sizeof(float));
+    if (!values)
+        return dpl_fail(DPL_ENOMEM, "no memory for a tensor of %zu elements", largest_elems(m));
+    dpl_status status = DPL_OK;
+    for (size_t f = 0; f < n_flats; f++) {
+        for (size_t i = 0; i < m->n_disk && status == DPL_OK; i++) {
+            const dpl_disk_tensor *t = &m->disk[i];
+            char name[192];
+            if (!t->param || t->copy_of_shared) continue;
+            snprintf(name, sizeof name, "%s%s", prefixes[f], t->name);
+            status = fn(arg, name, t, flats[f], values);
+        }
+    }
+    dpl_free(values);
+    return status;
+}
+
+typedef struct flat_list {
+    dpl_st_tensor *tensors;
+    size_t n;
+} flat_list;
+
+static dpl_status list_flat(void *arg, const char *name, const dpl_disk_tensor *t, float *flat,
+                            float *values)
+{
+    (void)flat, (void)values;
+    flat_list *list = arg;
+    char *copy = dpl_strdup(name);
+    if (!copy) return dpl_fail(DPL_ENOMEM, "no memory for the name %s", name);
+    describe(t, copy, DPL_ST_F32, &list->tensors[list->n++]);
+    return DPL_OK;
+}
+
+static dpl_status append_flat(void *arg, const char *name, const dpl_disk_tensor *t, float *flat,
+                              float *values)
+{
+    (void)name;
+    dpl_disk_gather(t, flat, values);
+    return dpl_st_append(arg, values, disk_elems(t) * sizeof(float));
+}
+
+dpl_status dpl_model_save_flat(dpl_model *m, const char *path, const char *const *prefixes,
+                               float *const *flats, size_t n_flats)
+{
+    flat_list list = {dpl_alloc_array(m->n_disk * n_flats, sizeof(dpl_st_tensor)), 0};
+    if (!list.tensors)
+        return dpl_fail(DPL_ENOMEM, "no memory to list %zu tensors", m->n_disk * n_flats);
+    dpl_st_writer *writer = NULL;
+    dpl_ctx_wait(m->ctx);
+    dpl_status status = each_flat(m, prefixes, flats, n_flats, list_flat, &list);
+    if (status == DPL_OK) status = dpl_st_create(path, list.tensors, list.n, NULL, &writer);
+    if (status == DPL_OK) status = each_flat(m, prefixes, flats, n_flats, append_flat, writer);
+    if (status == DPL_OK) status = dpl_st_finish(&writer);
+    dpl_st_abandon(&writer);
+    for (size_t i = 0; i < list.n; i++)
+        dpl_free((char *)(uintptr_t)list.tensors[i].name);
+    dpl_free(list.tensors);
+    return status;
+}
+
+static dpl_status scatter_flat(void *arg, const char *name, const dpl_disk_tensor *t, float *flat,
+                               float *values)
+{
+    const dpl_st_file *file = arg;
+    const dpl_st_tensor *got = dpl_st_find(file, name);
+    if (!got) return dpl_fail(DPL_EFORMAT, "%s: tensor \"%s\" is missing", dpl_st_path(file), name);
+    DPL_TRY(check_shape(t, got, dpl_st_path(file)));
+    DPL_TRY(dpl_st_read_f32(got, 0, disk_elems(t), values));
+    dpl_disk_scatter(t, flat, values);
+    return DPL_OK;
+}
+
+dpl_status dpl_model_load_flat(dpl_model *m, const char *path, const char *const *prefixes,
+                               float *const *flats, size_t n_flats)
+{
+    dpl_st_file *file;
+    DPL_TRY(dpl_st_open(path, &file));
+    const dpl_status status = each_flat(m, prefixes, flats, n_flats, scatter_flat, file);
+    dpl_st_close(&file);
+    return status;
+}
