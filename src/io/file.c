@@ -39,10 +39,16 @@ static bool fault_strikes(void)
     return false;
 }
 
+static dpl_status fail_long(const char *path)
+{
+    return dpl_fail(DPL_EIO, "path longer than %d bytes: %.60s...", PATH_MAX - 1, path);
+}
+
 /* ---- reading -------------------------------------------------------------------------------- */
 
 dpl_status dpl_map_open(const char *path, dpl_map *map_out)
 {
+    if (strlen(path) >= PATH_MAX) return fail_long(path); // Else the reason is cut off.
     // A fifo without a writer would block; the kind is only known after opening.
     const int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     if (fd < 0) return dpl_fail(DPL_EIO, "cannot open %s: %m", path);
@@ -101,8 +107,7 @@ dpl_status dpl_path_join(const char *dir, const char *name, char *out)
     const size_t dir_bytes = strlen(dir), name_bytes = strlen(name);
     const bool slash = dir_bytes > 0 && dir[dir_bytes - 1] != '/';
     if (dir_bytes + slash + name_bytes + 1 > PATH_MAX)
-        return dpl_fail(DPL_EIO, "path longer than %d bytes: %.60s.../%.60s", PATH_MAX - 1, dir,
-                        name);
+        return fail_long(dir_bytes > 0 ? dir : name);
     memmove(out, dir, dir_bytes);
     if (slash) out[dir_bytes] = '/';
     memcpy(out + dir_bytes + slash, name, name_bytes + 1);
@@ -113,8 +118,7 @@ dpl_status dpl_path_join(const char *dir, const char *name, char *out)
 static dpl_status split_path(const char *path, char *dir, char *name)
 {
     size_t end = strlen(path);
-    if (end >= PATH_MAX)
-        return dpl_fail(DPL_EIO, "path longer than %d bytes: %.60s...", PATH_MAX - 1, path);
+    if (end >= PATH_MAX) return fail_long(path);
     while (end > 0 && path[end - 1] == '/') end--;
     size_t start = end;
     while (start > 0 && path[start - 1] != '/') start--;

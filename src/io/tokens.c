@@ -284,9 +284,7 @@ dpl_status dpl_source_open(const char *path, dpl_source_kind kind, int bin_width
                         bin_width);
     if (vocab < 1 || vocab > INT32_MAX)
         return dpl_fail(DPL_EINVAL, "vocabulary of %zu, expected 1 to %d", vocab, INT32_MAX);
-    if (strlen(path) >= sizeof walk)
-        return dpl_fail(DPL_EIO, "path longer than %d bytes: %.60s...", PATH_MAX - 1, path);
-    strcpy(walk, path);
+    DPL_TRY(dpl_path_join("", path, walk));
     dpl_source *source = dpl_alloc(sizeof *source);
     if (!source) return dpl_fail(DPL_ENOMEM, "no memory to open %s", path);
     *source = (dpl_source){.kind = kind, .bin_width = bin_width, .vocab = vocab};
