@@ -127,7 +127,7 @@ uint64_t dpl_hash64(const void *data, size_t bytes, uint64_t seed);       // not
 
 /* ---- number formats ------------------------------------------------------------------------- */
 
-typedef enum dpl_dtype { DPL_F32, DPL_BF16 } dpl_dtype;
+// dpl_dtype is public (dropless.h).
 static inline size_t dpl_dtype_bytes(dpl_dtype dtype)
 {
     return dtype == DPL_F32 ? 4 : 2;

@@ -164,7 +164,8 @@ void dpl_attention_backward(dpl_ctx *ctx, const dpl_attention *a, dpl_mat out, c
 
 /* ---- routing and row movement (route.c) --------------------------------------------------------- */
 
-// dpl_route_rule is public (dropless.h). DeepSeek-V3's order of operations (design: score, choice = score + bias, groups, top-K with the lower id
+// dpl_route_rule is public (dropless.h).
+// DeepSeek-V3's order of operations (design: score, choice = score + bias, groups, top-K with the lower id
 // first among equals, unbiased weights, normalization with +1e-20, scale), in fp32. Rows with segment 0 get
 // ids -1 and weights 0. score (T, E) is kept for backward. *bad_row = the lowest row that has a logit that is
 // not finite, or -1; the ids of such a row are 0..K-1 and its weights 0, never an invalid index.
