@@ -4,7 +4,7 @@
  * The S x S scores exist only as blocks of a few query tiles by KEY_BLOCK keys: forward keeps a
  * running maximum and sum of each query (online softmax), backward recomputes the probabilities
  * from the kept logsumexp. All products are tile products of the GEMM kernels on packed operands of
- * one head. Blocks start at fixed keys, every row has its own chain: its bits depend on nothing else.
+ * one head. Blocks start at fixed keys and every row has its own chain: so do its bits.
  */
 #include <assert.h>
 #include <math.h>
