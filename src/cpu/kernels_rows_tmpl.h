@@ -18,9 +18,28 @@
 #define INDEPENDENT _Pragma("GCC ivdep")
 #endif
 
+// Reductions have 16 lanes (fp64: 8) at every level, in as few registers as the level needs.
 #define LANES 16
-typedef float lanes __attribute__((vector_size(LANES * sizeof(float)), may_alias));
-typedef double lanes_f64 __attribute__((vector_size(LANES / 2 * sizeof(double)), may_alias));
+#if defined(__AVX512F__)
+#define REG_BYTES 64
+#elif defined(__AVX2__)
+#define REG_BYTES 32
+#else
+#define REG_BYTES 16
+#endif
+#define REG (REG_BYTES / 4)   // floats in a register
+#define N_REGS (LANES / REG)
+typedef float reg __attribute__((vector_size(REG_BYTES)));
+typedef uint32_t reg_u32 __attribute__((vector_size(REG_BYTES)));
+
+static inline reg load(const float *x)
+{
+    reg v;
+    memcpy(&v, x, sizeof v);
+    return v;
+}
+
+static inline void store(float *x, reg v) { memcpy(x, &v, sizeof v); }
 
 static inline uint32_t bits_of(float f)
 {
@@ -36,6 +55,13 @@ static inline float float_of(uint32_t u)
     return f;
 }
 
+// yes ? a : b, as bits: a branch here would be threaded into what follows and stop vectorization.
+static inline float pick(bool yes, float a, float b)
+{
+    const uint32_t mask = 0u - (uint32_t)yes;
+    return float_of((bits_of(a) & mask) | (bits_of(b) & ~mask));
+}
+
 /* ---- reductions --------------------------------------------------------------------------------- */
 
 // Halves are folded onto each other, so that near lanes meet last.
@@ -46,69 +72,61 @@ static inline float fold(const float *lane)
     return ((t[0] + t[4]) + (t[2] + t[6])) + ((t[1] + t[5]) + (t[3] + t[7]));
 }
 
-// Two registers of lanes hide the latency of the addition; the rest goes into lanes 0, 1, ...
+// The last n % LANES elements go into lanes 0, 1, ...
 static float row_sum(const float *x, size_t n)
 {
-    lanes a = {0}, b = {0}, v;
+    reg sum[N_REGS] = {0};
+    float lane[LANES];
     size_t i = 0;
-    for (; i + 2 * LANES <= n; i += 2 * LANES) {
-        memcpy(&v, x + i, sizeof v);
-        a += v;
-        memcpy(&v, x + i + LANES, sizeof v);
-        b += v;
-    }
-    a += b;
-    float t[LANES];
-    memcpy(t, &a, sizeof t);
-    for (; i < n; i++) t[i % LANES] += x[i];
-    return fold(t);
+    for (; i + LANES <= n; i += LANES)
+        for (int r = 0; r < N_REGS; r++) sum[r] += load(x + i + r * REG);
+    memcpy(lane, sum, sizeof lane);
+    for (; i < n; i++) lane[i % LANES] += x[i];
+    return fold(lane);
 }
 
+// Two sets of lanes hide the latency of the additions.
 static float row_dot(const float *x, const float *y, size_t n)
 {
-    lanes a = {0}, b = {0}, v, w;
+    reg sum[2 * N_REGS] = {0};
+    float lane[LANES];
     size_t i = 0;
-    for (; i + 2 * LANES <= n; i += 2 * LANES) {
-        memcpy(&v, x + i, sizeof v);
-        memcpy(&w, y + i, sizeof w);
-        a += v * w;
-        memcpy(&v, x + i + LANES, sizeof v);
-        memcpy(&w, y + i + LANES, sizeof w);
-        b += v * w;
-    }
-    a += b;
-    float t[LANES];
-    memcpy(t, &a, sizeof t);
-    for (; i < n; i++) t[i % LANES] += x[i] * y[i];
-    return fold(t);
+    for (; i + 2 * LANES <= n; i += 2 * LANES)
+        for (int r = 0; r < 2 * N_REGS; r++) sum[r] += load(x + i + r * REG) * load(y + i + r * REG);
+    for (int r = 0; r < N_REGS; r++) store(lane + r * REG, sum[r] + sum[r + N_REGS]);
+    for (; i < n; i++) lane[i % LANES] += x[i] * y[i];
+    return fold(lane);
 }
 
 static float row_norm_dot(const float *dy, const float *gain, const float *x, size_t n)
 {
-    lanes a = {0}, u, v, w;
+    reg sum[N_REGS] = {0};
+    float lane[LANES];
     size_t i = 0;
-    for (; i + LANES <= n; i += LANES) {
-        memcpy(&u, dy + i, sizeof u);
-        memcpy(&v, gain + i, sizeof v);
-        memcpy(&w, x + i, sizeof w);
-        a += u * v * w;
-    }
-    float t[LANES];
-    memcpy(t, &a, sizeof t);
-    for (; i < n; i++) t[i % LANES] += dy[i] * gain[i] * x[i];
-    return fold(t);
+    for (; i + LANES <= n; i += LANES)
+        for (int r = 0; r < N_REGS; r++)
+            sum[r] += load(dy + i + r * REG) * load(gain + i + r * REG) * load(x + i + r * REG);
+    memcpy(lane, sum, sizeof lane);
+    for (; i < n; i++) lane[i % LANES] += dy[i] * gain[i] * x[i];
+    return fold(lane);
 }
 
 static float row_max(const float *x, size_t n)
 {
-    float t[2 * LANES];
-    for (int l = 0; l < 2 * LANES; l++) t[l] = -INFINITY;
+    float lane[4 * REG], max = -INFINITY;
+    reg best[4];
+    for (int r = 0; r < 4; r++) best[r] = (reg){0} - INFINITY;
     size_t i = 0;
-    for (; i + 2 * LANES <= n; i += 2 * LANES)
-        for (size_t l = 0; l < 2 * LANES; l++) t[l] = x[i + l] > t[l] ? x[i + l] : t[l];
-    for (; i < n; i++) t[0] = x[i] > t[0] ? x[i] : t[0];
-    for (int l = 1; l < 2 * LANES; l++) t[0] = t[l] > t[0] ? t[l] : t[0];
-    return t[0];
+    for (; i + 4 * REG <= n; i += 4 * REG)
+        for (int r = 0; r < 4; r++) {
+            const reg v = load(x + i + r * REG);
+            const reg_u32 more = (reg_u32)(v > best[r]);
+            best[r] = (reg)((more & (reg_u32)v) | (~more & (reg_u32)best[r]));
+        }
+    memcpy(lane, best, sizeof lane);
+    for (int l = 0; l < 4 * REG; l++) max = lane[l] > max ? lane[l] : max;
+    for (; i < n; i++) max = x[i] > max ? x[i] : max;
+    return max;
 }
 
 static inline double fold_f64(const double *t)
@@ -158,49 +176,64 @@ static void row_scale(float a, float *x, size_t n)
 
 // exp without branches: x = n ln 2 + r, |r| <= ln 2 / 2, a polynomial for e^r, and 2^n in two
 // factors, so that results down to the smallest subnormal and up to infinity come out right.
-static inline float exp_one(float x)
+// This and what stands on it use the vector type: compilers turn such selects into branches.
+static inline reg exp_reg(reg x)
 {
     const float magic = 12582912.0f; // 1.5 * 2^23: adding it rounds to an integer in the low bits
-    x = x < -104.0f ? -104.0f : x;   // The comparisons are false for NaN, which goes through.
-    x = x > 89.0f ? 89.0f : x;
-    const float t = x * 1.44269504088896341f + magic;
-    const float n = t - magic;
-    float r = x - n * 0.693145751953125f; // ln 2 in two parts, the first times n is exact
+    // The comparisons are false for NaN, which goes through.
+    const reg_u32 low = (reg_u32)(x < -104.0f), high = (reg_u32)(x > 89.0f);
+    const reg_u32 limit = (low & bits_of(-104.0f)) | (high & bits_of(89.0f));
+    x = (reg)(limit | ((reg_u32)x & ~(low | high)));
+    const reg t = x * 1.44269504088896341f + magic;
+    const reg n = t - magic;
+    reg r = x - n * 0.693145751953125f; // ln 2 in two parts, the first times n is exact
     r = r - n * 1.42860682030941723e-6f;
-    float p = 1.0f / 5040;
-    p = p * r + 1.0f / 720;
+    reg p = r * (1.0f / 5040) + 1.0f / 720;
     p = p * r + 1.0f / 120;
     p = p * r + 1.0f / 24;
     p = p * r + 1.0f / 6;
     p = p * r + 0.5f;
     p = p * (r * r) + r;
     p = p + 1.0f;
-    const uint32_t k = bits_of(t) - bits_of(magic) + 512; // n + 512 > 0; NaN: any bits will do
-    const uint32_t half = k >> 1;
-    return p * float_of((half - 256 + 127) << 23) * float_of((k - half - 256 + 127) << 23);
+    const reg_u32 k = (reg_u32)t - bits_of(magic) + 512; // n + 512 > 0; NaN: any bits will do
+    const reg_u32 half = k >> 1;
+    return p * (reg)((half - 256 + 127) << 23) * (reg)((k - half - 256 + 127) << 23);
 }
+
+static inline reg sigmoid_reg(reg x) { return 1.0f / (1.0f + exp_reg(-x)); }
 
 static float row_exp_sub_sum(const float *x, float sub, float *y, size_t n)
 {
-    float total = 0;
-    const size_t block = 1024; // stays in the first cache for the sum
-    for (size_t first = 0; first < n; first += block) {
-        const size_t count = n - first < block ? n - first : block;
-        const float *xb = x + first;
-        float *yb = y + first;
-        INDEPENDENT
-        for (size_t i = 0; i < count; i++) yb[i] = exp_one(xb[i] - sub);
-        total += row_sum(yb, count);
+    reg sum[N_REGS] = {0};
+    float lane[LANES];
+    size_t i = 0;
+    for (; i + LANES <= n; i += LANES)
+        for (int r = 0; r < N_REGS; r++) {
+            const reg e = exp_reg(load(x + i + r * REG) - sub);
+            sum[r] += e;
+            store(y + i + r * REG, e);
+        }
+    memcpy(lane, sum, sizeof lane);
+    if (i < n) {
+        float t[LANES] = {0};
+        memcpy(t, x + i, (n - i) * sizeof *t);
+        for (int r = 0; r < N_REGS; r++) store(t + r * REG, exp_reg(load(t + r * REG) - sub));
+        for (size_t l = 0; l < n - i; l++) lane[l] += t[l];
+        memcpy(y + i, t, (n - i) * sizeof *t);
     }
-    return total;
+    return fold(lane);
 }
-
-static inline float sigmoid_one(float x) { return 1.0f / (1.0f + exp_one(-x)); }
 
 static void row_sigmoid(const float *x, float *y, size_t n)
 {
-    INDEPENDENT
-    for (size_t i = 0; i < n; i++) y[i] = sigmoid_one(x[i]);
+    size_t i = 0;
+    for (; i + REG <= n; i += REG) store(y + i, sigmoid_reg(load(x + i)));
+    if (i < n) {
+        float t[REG] = {0};
+        memcpy(t, x + i, (n - i) * sizeof *t);
+        store(t, sigmoid_reg(load(t)));
+        memcpy(y + i, t, (n - i) * sizeof *t);
+    }
 }
 
 static void row_to_bf16(const float *x, uint16_t *y, size_t n)
@@ -231,14 +264,20 @@ static void row_norm_forward(const float *x, const float *gain, float rstd, floa
 static void row_norm_backward(const float *dy, const float *gain, const float *x, float rstd, float c,
                               bool accumulate, float *dx, float *dgain, size_t n)
 {
-    INDEPENDENT
-    for (size_t i = 0; i < n; i++) dgain[i] += dy[i] * (x[i] * rstd);
     if (accumulate) {
         INDEPENDENT
-        for (size_t i = 0; i < n; i++) dx[i] += rstd * (dy[i] * gain[i]) - c * x[i];
+        for (size_t i = 0; i < n; i++) {
+            const float dyi = dy[i], xi = x[i];
+            dgain[i] += dyi * (xi * rstd);
+            dx[i] += rstd * (dyi * gain[i]) - c * xi;
+        }
     } else {
         INDEPENDENT
-        for (size_t i = 0; i < n; i++) dx[i] = rstd * (dy[i] * gain[i]) - c * x[i];
+        for (size_t i = 0; i < n; i++) {
+            const float dyi = dy[i], xi = x[i];
+            dgain[i] += dyi * (xi * rstd);
+            dx[i] = rstd * (dyi * gain[i]) - c * xi;
+        }
     }
 }
 
@@ -267,8 +306,10 @@ static void row_rope_pairs(const float *cos, const float *sin, float sign, float
 
 static inline void swiglu_block(const float *g, float w, float *h)
 {
-    INDEPENDENT
-    for (int l = 0; l < LANES; l++) h[l] = g[l] * sigmoid_one(g[l]) * g[l + LANES] * w;
+    for (int l = 0; l < LANES; l += REG) {
+        const reg gate = load(g + l), up = load(g + l + LANES);
+        store(h + l, gate * sigmoid_reg(gate) * up * w);
+    }
 }
 
 static void row_swiglu_forward(const float *gate_up, float w, float *h, size_t f)
@@ -283,37 +324,38 @@ static void row_swiglu_forward(const float *gate_up, float w, float *h, size_t f
 }
 
 // d silu(g) = s * (1 + g * (1 - s)), s = sigmoid(g)
-static inline void swiglu_grad_block(const float *dh, const float *g, float w, float *dg, float *acc)
+static inline void swiglu_grad_block(const float *dh, const float *g, float w, float *dg, reg *sum)
 {
-    INDEPENDENT
-    for (int l = 0; l < LANES; l++) {
-        const float gate = g[l], up = g[l + LANES], d = dh[l] * w;
-        const float s = sigmoid_one(gate), silu = gate * s;
-        acc[l] += dh[l] * (silu * up);
-        dg[l] = d * up * (s * (1.0f + gate * (1.0f - s)));
-        dg[l + LANES] = d * silu;
+    for (int l = 0; l < LANES; l += REG) {
+        const reg gate = load(g + l), up = load(g + l + LANES), d = load(dh + l), dw = d * w;
+        const reg s = sigmoid_reg(gate), silu = gate * s;
+        sum[l / REG] += d * (silu * up);
+        store(dg + l, dw * up * (s * (1.0f + gate * (1.0f - s))));
+        store(dg + l + LANES, dw * silu);
     }
 }
 
 static float row_swiglu_backward(const float *dh, const float *gate_up, float w, float *dgate_up,
                                  size_t f)
 {
-    float acc[LANES] = {0};
+    reg sum[N_REGS] = {0};
     size_t i = 0;
     for (; i + LANES <= f; i += LANES)
-        swiglu_grad_block(dh + i, gate_up + 2 * i, w, dgate_up + 2 * i, acc);
+        swiglu_grad_block(dh + i, gate_up + 2 * i, w, dgate_up + 2 * i, sum);
     if (i < f) { // The padding may hold anything: compute on copies where it is 0.
         const size_t rest = f - i;
         float d[LANES] = {0}, g[2 * LANES] = {0}, dg[2 * LANES] = {0};
         memcpy(d, dh + i, rest * sizeof *d);
         memcpy(g, gate_up + 2 * i, rest * sizeof *g);
         memcpy(g + LANES, gate_up + 2 * i + LANES, rest * sizeof *g);
-        swiglu_grad_block(d, g, w, dg, acc);
+        swiglu_grad_block(d, g, w, dg, sum);
         memset(dgate_up + 2 * i, 0, sizeof dg);
         memcpy(dgate_up + 2 * i, dg, rest * sizeof *dg);
         memcpy(dgate_up + 2 * i + LANES, dg + LANES, rest * sizeof *dg);
     }
-    return fold(acc);
+    float lane[LANES];
+    memcpy(lane, sum, sizeof lane);
+    return fold(lane);
 }
 
 /* ---- optimizer ---------------------------------------------------------------------------------- */
@@ -330,7 +372,7 @@ static void row_adamw(const dpl_adamw_rule *rule, const float *grad, float *para
         const float vi = a.b2 * v[i] + a.c2 * (g * g);
         const float den = sqrtf(vi / a.correct2 + a.eps_root) + a.eps;
         const float num = mi / a.correct1;
-        const float u = num / (den == 0.0f ? 1.0f : den) + a.decay * param[i];
+        const float u = num / pick(den == 0.0f, 1.0f, den) + a.decay * param[i];
         m[i] = mi;
         v[i] = vi;
         param[i] -= a.lr * u;
