@@ -162,6 +162,17 @@ void dpl_attention_forward(dpl_ctx *ctx, const dpl_attention *a, dpl_mat out, fl
 void dpl_attention_backward(dpl_ctx *ctx, const dpl_attention *a, dpl_mat out, const float *lse,
                             dpl_mat dout, dpl_mat dq, dpl_mat dkv, dpl_mat dk_rope);
 
+// Incremental attention of one sequence over cached latents: new rows i = 0.. stand at position first + i and see the
+// cache rows up to their own. kv_b (H * (d_nope + d_v), d_latent) row-major F32 is absorbed: the query goes
+// into the latent space and the value comes out of it, so that no key or value is ever expanded.
+typedef struct dpl_latent_attention {
+    size_t n_rows, first, n_heads, d_nope, d_rope, d_v, d_latent;
+    float scale;
+    dpl_mat q;                           // (n_rows, H * (d_nope + d_rope))
+    const float *kv_b, *latent, *k_rope; // latent (positions, d_latent), k_rope (positions, d_rope)
+} dpl_latent_attention;
+void dpl_latent_attention_forward(dpl_ctx *ctx, const dpl_latent_attention *a, dpl_mat out);
+
 /* ---- routing and row movement (route.c) --------------------------------------------------------- */
 
 // dpl_route_rule is public (dropless.h).

@@ -73,11 +73,16 @@ static dpl_moe_grads moe_grads(const dpl_model *m, int layer)
 dpl_status dpl_block_forward(dpl_model *m, int layer, const dpl_stream *s, const dpl_aux *aux,
                              dpl_mat x, dpl_mat out, dpl_block_saved *saved)
 {
-    const dpl_model_config *c = &m->config;
-    const size_t T = s->n_tokens;
     *saved = (dpl_block_saved){.act[DPL_ACT_INPUT] = x};
     dpl_mla_forward(m, layer, s, saved);
+    return dpl_block_mlp(m, layer, s, aux, out, saved);
+}
 
+dpl_status dpl_block_mlp(dpl_model *m, int layer, const dpl_stream *s, const dpl_aux *aux,
+                         dpl_mat out, dpl_block_saved *saved)
+{
+    const dpl_model_config *c = &m->config;
+    const size_t T = s->n_tokens;
     const dpl_mat middle = saved->act[DPL_ACT_MLP_INPUT];
     const dpl_mat n = saved->act[DPL_ACT_MLP_NORM] = dpl_act_alloc(m, T, c->d, false);
     saved->rstd_mlp = dpl_ctx_alloc(m->ctx, T * sizeof(float));

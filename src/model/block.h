@@ -57,7 +57,21 @@ void dpl_mla_forward(dpl_model *model, int layer, const dpl_stream *stream, dpl_
 void dpl_mla_backward(dpl_model *model, int layer, const dpl_stream *stream,
                       const dpl_block_saved *saved, dpl_mat dx);
 
-// block.c. x -> out (T, D), both F32. aux NULL: no auxiliary losses.
+// One layer's cache of incremental decoding: row p belongs to position p.
+typedef struct dpl_mla_cache {
+    float *latent; // (max, kv_lora) after its norm
+    float *k_rope; // (max, d_rope) rotated
+    float *
+        kv_b; // (H * (d_nope + d_v), kv_lora) row-major: up-projections, absorbed into query and output
+} dpl_mla_cache;
+// act[INPUT] -> act[MLP_INPUT] for tokens at positions first, first+1, ... of one sequence; fills the cache.
+void dpl_mla_decode(dpl_model *model, int layer, const dpl_stream *stream,
+                    const dpl_mla_cache *cache, size_t first, dpl_block_saved *saved);
+
+// block.c. The second half of a layer: act[MLP_INPUT] -> out.
+dpl_status dpl_block_mlp(dpl_model *model, int layer, const dpl_stream *stream, const dpl_aux *aux,
+                         dpl_mat out, dpl_block_saved *saved);
+// x -> out (T, D), both F32. aux NULL: no auxiliary losses.
 dpl_status dpl_block_forward(dpl_model *model, int layer, const dpl_stream *stream,
                              const dpl_aux *aux, dpl_mat x, dpl_mat out,
                              dpl_block_saved *saved_out);
@@ -68,6 +82,8 @@ dpl_status dpl_block_backward(dpl_model *model, int layer, const dpl_stream *str
 // model.c. Sends an activation to model->probe as "stem.layer" (layer < 0: "stem"), shape (B, S, width).
 void dpl_probe_mat(dpl_model *model, const char *stem, int layer, const dpl_stream *stream,
                    dpl_mat mat, size_t width);
+// Final norm and head of n_rows rows; temporaries from the arena, which the caller releases.
+void dpl_model_head(dpl_model *model, dpl_mat x, size_t n_rows, float *logits);
 void dpl_probe_routing(dpl_model *model, int layer, const dpl_moe_saved *saved);
 
 #endif

@@ -85,7 +85,7 @@ dpl_status dpl_model_config_check(const dpl_model_config *c)
     DPL_TRY(check_size("base_num_decoder_layers", c->n_layers, 1, 10000));
     DPL_TRY(check_size("base_num_query_heads", c->n_heads, 1, 65536));
     DPL_TRY(check_size("q_lora_rank", c->q_lora, 0, 1 << 20));
-    DPL_TRY(check_size("kv_lora_rank", c->kv_lora, 1, 1 << 20));
+    DPL_TRY(check_size("kv_lora_rank", c->kv_lora, 1, 65536));
     DPL_TRY(check_size("qk_nope_head_dim", c->d_nope, 1, 65536));
     DPL_TRY(check_size("qk_rope_head_dim", c->d_rope, 2, 65536));
     DPL_TRY(check_size("v_head_dim", c->d_v, 1, 65536));

@@ -102,15 +102,16 @@ static float *keep_floats(dpl_model *m, size_t n)
     return dpl_ctx_alloc(m->ctx, n * sizeof(float));
 }
 
-void dpl_mla_forward(dpl_model *m, int layer, const dpl_stream *s, dpl_block_saved *saved)
+// Norm, query, latent: what the full and the incremental form share. Both rotated parts are rotated.
+static void project_latents(dpl_model *m, int layer, const dpl_stream *s, dpl_block_saved *saved)
 {
     const dpl_model_config *c = &m->config;
     const size_t T = s->n_tokens;
-    const dpl_mat x = saved->act[DPL_ACT_INPUT];
     dpl_ctx_phase(m->ctx, DPL_PHASE_GEMM);
     const dpl_mat n = keep(m, T, DPL_ACT_ATTN_NORM, saved);
     saved->rstd_attn = keep_floats(m, T);
-    norm(m, layer, DPL_P_ATTN_NORM, x, T, (float)c->eps, n, saved->rstd_attn);
+    norm(m, layer, DPL_P_ATTN_NORM, saved->act[DPL_ACT_INPUT], T, (float)c->eps, n,
+         saved->rstd_attn);
 
     const dpl_mat q = keep(m, T, DPL_ACT_Q, saved);
     if (c->q_lora) {
@@ -127,26 +128,69 @@ void dpl_mla_forward(dpl_model *m, int layer, const dpl_stream *s, dpl_block_sav
 
     const dpl_mat kv_a = keep(m, T, DPL_ACT_KV_A, saved),
                   kv_n = keep(m, T, DPL_ACT_KV_A_NORM, saved);
-    const dpl_mat kv = keep(m, T, DPL_ACT_KV, saved);
     saved->rstd_kv = keep_floats(m, T);
     project(m, layer, DPL_P_KV_A, n, T, kv_a);
     add_bias(m, layer, DPL_P_KV_A_BIAS, T, kv_a);
     norm(m, layer, DPL_P_KV_A_NORM, kv_a, T, LATENT_EPS, kv_n, saved->rstd_kv);
-    project(m, layer, DPL_P_KV_B, kv_n, T, kv);
-
-    const dpl_mat context = keep(m, T, DPL_ACT_CONTEXT, saved);
-    const dpl_mat out = keep(m, T, DPL_ACT_MLP_INPUT, saved);
-    saved->lse = keep_floats(m, T * c->n_heads);
     dpl_ctx_phase(m->ctx, DPL_PHASE_ATTENTION);
     rotate(m, s, q, dpl_mat_at(kv_a, 0, c->kv_lora), false);
-    const dpl_attention a = attention_of(m, s, saved);
-    dpl_attention_forward(m->ctx, &a, context, saved->lse);
+}
+
+// Output projection and residual: context -> act[MLP_INPUT].
+static void project_output(dpl_model *m, int layer, const dpl_stream *s, dpl_mat context,
+                           dpl_block_saved *saved)
+{
+    const size_t T = s->n_tokens, D = m->config.d;
+    const dpl_mat out = keep(m, T, DPL_ACT_MLP_INPUT, saved);
     dpl_ctx_phase(m->ctx, DPL_PHASE_GEMM);
     project(m, layer, DPL_P_O, context, T, out);
     add_bias(m, layer, DPL_P_O_BIAS, T, out);
     dpl_ctx_phase(m->ctx, DPL_PHASE_OTHER);
-    dpl_probe_mat(m, "attn", layer, s, out, c->d);
-    dpl_add(m->ctx, x, out, T, c->d, out);
+    dpl_probe_mat(m, "attn", layer, s, out, D);
+    dpl_add(m->ctx, saved->act[DPL_ACT_INPUT], out, T, D, out);
+}
+
+void dpl_mla_forward(dpl_model *m, int layer, const dpl_stream *s, dpl_block_saved *saved)
+{
+    const size_t T = s->n_tokens;
+    project_latents(m, layer, s, saved);
+    const dpl_mat kv = keep(m, T, DPL_ACT_KV, saved);
+    dpl_ctx_phase(m->ctx, DPL_PHASE_GEMM);
+    project(m, layer, DPL_P_KV_B, saved->act[DPL_ACT_KV_A_NORM], T, kv);
+    const dpl_mat context = keep(m, T, DPL_ACT_CONTEXT, saved);
+    saved->lse = keep_floats(m, T * m->config.n_heads);
+    dpl_ctx_phase(m->ctx, DPL_PHASE_ATTENTION);
+    const dpl_attention a = attention_of(m, s, saved);
+    dpl_attention_forward(m->ctx, &a, context, saved->lse);
+    project_output(m, layer, s, context, saved);
+}
+
+void dpl_mla_decode(dpl_model *m, int layer, const dpl_stream *s, const dpl_mla_cache *cache,
+                    size_t first, dpl_block_saved *saved)
+{
+    const dpl_model_config *c = &m->config;
+    const size_t T = s->n_tokens;
+    project_latents(m, layer, s, saved);
+    const dpl_mat latent = dpl_mat_f32(cache->latent, c->kv_lora);
+    const dpl_mat k_rope = dpl_mat_f32(cache->k_rope, c->d_rope);
+    dpl_copy(m->ctx, saved->act[DPL_ACT_KV_A_NORM], T, c->kv_lora, dpl_mat_at(latent, first, 0));
+    dpl_copy(m->ctx, dpl_mat_at(saved->act[DPL_ACT_KV_A], 0, c->kv_lora), T, c->d_rope,
+             dpl_mat_at(k_rope, first, 0));
+    const dpl_mat context = keep(m, T, DPL_ACT_CONTEXT, saved);
+    const dpl_latent_attention a = {.n_rows = T,
+                                    .first = first,
+                                    .n_heads = c->n_heads,
+                                    .d_nope = c->d_nope,
+                                    .d_rope = c->d_rope,
+                                    .d_v = c->d_v,
+                                    .d_latent = c->kv_lora,
+                                    .scale = (float)dpl_model_softmax_scale(c),
+                                    .q = saved->act[DPL_ACT_Q],
+                                    .kv_b = cache->kv_b,
+                                    .latent = cache->latent,
+                                    .k_rope = cache->k_rope};
+    dpl_latent_attention_forward(m->ctx, &a, context);
+    project_output(m, layer, s, context, saved);
 }
 
 // Gradient through the query path: dq -> dn (accumulated).

@@ -527,6 +527,13 @@ dpl_status dpl_model_train_micro(dpl_model *m, const dpl_batch *batch, const dpl
     return status;
 }
 
+void dpl_model_head(dpl_model *m, dpl_mat x, size_t n_rows, float *logits)
+{
+    const dpl_mat y = dpl_act_alloc(m, n_rows, m->config.d, false);
+    norm_forward(m, -1, DPL_P_FINAL_NORM, x, n_rows, y);
+    head_logits(m, y, n_rows, logits);
+}
+
 /* ---- evaluation ---- */
 
 static dpl_status evaluate(dpl_model *m, const dpl_batch *batch, const dpl_loss_rule *rule,

@@ -1,0 +1,169 @@
+// decode.c - generation, one token (or a prompt) at a time. The cache holds each position's compressed latent and
+// rotated key, not keys and values per head; the up-projections are absorbed into query and output.
+#include <math.h>
+#include <stdlib.h>
+
+#include "model/block.h"
+
+#define PROMPT_BLOCK 128 // tokens fed through the layers at once
+
+struct dpl_decoder {
+    dpl_model *model;
+    size_t max_tokens, n_tokens;
+    dpl_mla_cache *cache; // (L)
+    float *memory;        // everything in cache
+    float *logits;        // (V)
+};
+
+// The up-projection in row-major order, as it is multiplied in compute: rounded if the compute copy is.
+static void unpack_kv_b(dpl_model *m, int layer, float *rows)
+{
+    const dpl_param *param = dpl_model_param(m, layer, DPL_P_KV_B);
+    for (size_t n = 0; n < param->n; n++)
+        for (size_t k = 0; k < param->k; k++) {
+            const size_t i = param->offset + dpl_panel_index(n, k, param->k);
+            rows[n * param->k + k] = m->params.copy ? dpl_bf16_to_f32(m->params.copy[i])
+                                                    : m->params.master[i];
+        }
+}
+
+dpl_status dpl_decoder_open(dpl_model *m, size_t max_tokens, dpl_decoder **decoder_out)
+{
+    const dpl_model_config *c = &m->config;
+    if (max_tokens == 0 || max_tokens > c->max_positions)
+        return dpl_fail(DPL_EINVAL,
+                        "a context of %zu tokens, expected 1 to max_position_embeddings = %zu",
+                        max_tokens, c->max_positions);
+    DPL_TRY(dpl_model_rope_tables(m, max_tokens));
+    const size_t latent = max_tokens * c->kv_lora, rope = max_tokens * c->d_rope;
+    const size_t kv_b = c->n_heads * (c->d_nope + c->d_v) * c->kv_lora,
+                 per_layer = latent + rope + kv_b;
+    dpl_decoder *d = dpl_alloc(sizeof *d);
+    if (d) {
+        d->cache = dpl_alloc_array(c->n_layers, sizeof *d->cache);
+        d->memory = dpl_alloc_array(c->n_layers * per_layer, sizeof(float));
+        d->logits = dpl_alloc_array(c->vocab, sizeof(float));
+    }
+    if (!d || !d->cache || !d->memory || !d->logits) {
+        dpl_decoder_close(&d);
+        return dpl_fail(DPL_ENOMEM, "no memory for a decoding cache of %zu tokens", max_tokens);
+    }
+    d->model = m;
+    d->max_tokens = max_tokens;
+    dpl_ctx_wait(m->ctx);
+    for (size_t i = 0; i < c->n_layers; i++) {
+        float *block = d->memory + i * per_layer;
+        d->cache[i] = (dpl_mla_cache){block, block + latent, block + latent + rope};
+        unpack_kv_b(m, (int)i, d->cache[i].kv_b);
+    }
+    *decoder_out = d;
+    return DPL_OK;
+}
+
+void dpl_decoder_close(dpl_decoder **decoder)
+{
+    if (!decoder || !*decoder) return;
+    dpl_free((*decoder)->cache);
+    dpl_free((*decoder)->memory);
+    dpl_free((*decoder)->logits);
+    dpl_free(*decoder);
+    *decoder = NULL;
+}
+
+static dpl_status feed_block(dpl_decoder *d, const int32_t *ids, size_t n)
+{
+    dpl_model *m = d->model;
+    const size_t D = m->config.d, L = m->config.n_layers;
+    int32_t *position = dpl_ctx_alloc(m->ctx, n * sizeof *position);
+    for (size_t i = 0; i < n; i++)
+        position[i] = (int32_t)(d->n_tokens + i);
+    const dpl_stream s = {1, n, n, NULL, position};
+    dpl_mat x = dpl_act_alloc(m, n, D, true), y = dpl_act_alloc(m, n, D, true);
+    dpl_embed_forward(m->ctx, dpl_model_values(m, dpl_model_param(m, -1, DPL_P_EMBED)),
+                      m->config.tied, ids, n, m->config.vocab, D, x);
+    for (size_t i = 0; i < L; i++) {
+        dpl_block_saved saved = {.act[DPL_ACT_INPUT] = x};
+        const size_t mark = dpl_ctx_mark(m->ctx);
+        dpl_mla_decode(m, (int)i, &s, &d->cache[i], d->n_tokens, &saved);
+        DPL_TRY(dpl_block_mlp(m, (int)i, &s, NULL, y, &saved));
+        dpl_ctx_release(m->ctx, mark);
+        const dpl_mat swap = x;
+        x = y;
+        y = swap;
+    }
+    dpl_model_head(m, dpl_mat_at(x, n - 1, 0), 1, d->logits);
+    return DPL_OK;
+}
+
+dpl_status dpl_decoder_feed(dpl_decoder *d, const int32_t *ids, size_t n, float *logits_out)
+{
+    dpl_model *m = d->model;
+    if (n == 0) return dpl_fail(DPL_EINVAL, "no token to feed");
+    if (n > d->max_tokens - d->n_tokens)
+        return dpl_fail(DPL_EINVAL, "%zu tokens after %zu, the context holds %zu", n, d->n_tokens,
+                        d->max_tokens);
+    for (size_t i = 0; i < n; i++)
+        if (ids[i] < 0 || (size_t)ids[i] >= m->config.vocab)
+            return dpl_fail(DPL_EINVAL, "token %zu is %d, expected 0 to %zu (vocab_size - 1)", i,
+                            (int)ids[i], m->config.vocab - 1);
+    for (size_t i = 0; i < n;) {
+        const size_t count = DPL_MIN(PROMPT_BLOCK, n - i), mark = dpl_ctx_mark(m->ctx);
+        const dpl_status status = feed_block(d, ids + i, count);
+        dpl_ctx_wait(m->ctx);
+        dpl_ctx_release(m->ctx, mark);
+        if (status != DPL_OK) return status;
+        d->n_tokens += count;
+        i += count;
+    }
+    memcpy(logits_out, d->logits, m->config.vocab * sizeof(float));
+    return DPL_OK;
+}
+
+/* ---- sampling ---- */
+
+typedef struct candidate {
+    double p;
+    int32_t id;
+} candidate;
+
+static int larger_first(const void *a, const void *b)
+{
+    const candidate *x = a, *y = b;
+    if (x->p != y->p) return x->p > y->p ? -1 : 1;
+    return (x->id > y->id) - (x->id < y->id);
+}
+
+static int32_t largest(const float *logits, size_t vocab)
+{
+    size_t best = 0;
+    for (size_t i = 1; i < vocab; i++)
+        if (logits[i] > logits[best]) best = i;
+    return (int32_t)best;
+}
+
+int32_t dpl_sample(const float *logits, size_t vocab, double temperature, double top_p,
+                   uint64_t seed, uint64_t draw)
+{
+    const int32_t best = largest(logits, vocab);
+    candidate *list = temperature > 0 ? dpl_alloc_array(vocab, sizeof *list) : NULL;
+    if (!list) return best;
+    double total = 0;
+    for (size_t i = 0; i < vocab; i++) {
+        list[i] = (candidate){exp(((double)logits[i] - (double)logits[best]) / temperature),
+                              (int32_t)i};
+        total += list[i].p;
+    }
+    qsort(list, vocab, sizeof *list, larger_first);
+    // The nucleus: the fewest most probable tokens that hold top_p of the mass.
+    size_t n = 0;
+    double mass = 0;
+    while (n < vocab && (n == 0 || mass < top_p * total))
+        mass += list[n++].p;
+    double u = dpl_rng_uniform(seed, 0x73616d706c65, draw) * mass;
+    size_t i = 0;
+    while (i + 1 < n && u >= list[i].p)
+        u -= list[i++].p;
+    const int32_t id = list[i].id;
+    dpl_free(list);
+    return id;
+}
