@@ -108,10 +108,11 @@ static const char *parse_tensor(const json_t *entry, uint64_t data_bytes, dpl_st
     if (json_array_size(offsets) != 2 || !json_is_integer(begin) || !json_is_integer(end) ||
         json_integer_value(begin) < 0)
         return "no data_offsets of the form [begin, end]";
-    if (json_integer_value(begin) > json_integer_value(end)) return "data_offsets that run backwards";
-    if ((uint64_t)json_integer_value(end) > data_bytes) return "data beyond the end of the file";
-    *begin_out = (uint64_t)json_integer_value(begin);
-    if ((uint64_t)json_integer_value(end) - *begin_out != tensor->bytes)
+    const json_int_t first = json_integer_value(begin), last = json_integer_value(end);
+    if (first > last) return "data_offsets that run backwards";
+    if ((uint64_t)last > data_bytes) return "data beyond the end of the file";
+    *begin_out = (uint64_t)first;
+    if ((uint64_t)(last - first) != tensor->bytes)
         return "data_offsets that do not match dtype and shape";
     return NULL;
 }
