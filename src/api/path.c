@@ -1,0 +1,90 @@
+/*
+ * path.c - what a PATH stands for: a model directory, a checkpoint, or the newest checkpoint of a run.
+ *
+ * Also the options that belong to such a model, so that a run is evaluated as it was trained.
+ */
+#include <limits.h>
+#include <stdlib.h>
+
+#include "api/api.h"
+
+static bool has_file(const char *dir, const char *name)
+{
+    char path[PATH_MAX];
+    return dpl_path_join(dir, name, path) == DPL_OK && dpl_path_exists(path);
+}
+
+// The run that a checkpoint directory lies in, "" if it lies in none.
+static void find_run(const char *dir, char *run_out)
+{
+    char path[PATH_MAX], *real = NULL;
+    run_out[0] = '\0';
+    if (dpl_path_join(dir, "..", path) == DPL_OK) real = realpath(path, NULL);
+    const char *name = real ? strrchr(real, '/') : NULL;
+    if (name && !strcmp(name, "/checkpoints") && dpl_path_join(path, "..", path) == DPL_OK &&
+        has_file(path, "config.yml"))
+        memcpy(run_out, path, strlen(path) + 1);
+    free(real);
+}
+
+dpl_status dpl_api_resolve(const char *path, char *dir_out, char *run_out)
+{
+    char joined[PATH_MAX];
+    char run[PATH_MAX] = "";
+    if (!path || !*path) return dpl_fail(DPL_EINVAL, "the path of the model is empty");
+    if (!dpl_path_exists(path)) return dpl_fail(DPL_EIO, "cannot find the model %s: %m", path);
+    DPL_TRY(dpl_path_join(path, "", joined)); // with a slash at the end: what follows it must be a folder
+    if (has_file(path, "config.json")) {
+        find_run(path, run);
+    } else if (has_file(path, "checkpoints")) {
+        memcpy(run, joined, sizeof joined);
+        DPL_TRY(dpl_checkpoint_newest(path, false, joined));
+        if (!joined[0]) return dpl_fail(DPL_EIO, "the run %s has no checkpoint yet", path);
+    } else {
+        return dpl_fail(
+            DPL_EIO,
+            "%s is no model: expected a folder with config.json, or a run with checkpoints", path);
+    }
+    memcpy(dir_out, joined, sizeof joined);
+    if (run_out) memcpy(run_out, run, sizeof run);
+    return DPL_OK;
+}
+
+dpl_status dpl_api_apply(dpl_config *config, const char *const *settings, size_t n_settings)
+{
+    for (size_t i = 0; i < n_settings; i++)
+        DPL_TRY(dpl_config_set(config, settings[i]));
+    return DPL_OK;
+}
+
+// Defaults, computing in the type of the file and in windows that its positions allow.
+static dpl_status settings_of_model(const char *dir, dpl_config *config)
+{
+    dpl_model_config model;
+    dpl_dtype dtype;
+    char text[64];
+    DPL_TRY(dpl_model_read_config(dir, &model, &dtype));
+    snprintf(text, sizeof text, "dtype=%s", dpl_api_dtype_name(dtype));
+    DPL_TRY(dpl_config_set(config, text));
+    if ((uint64_t)config->o.max_target_length <= model.max_positions) return DPL_OK;
+    snprintf(text, sizeof text, "max_target_length=%zu", model.max_positions);
+    return dpl_config_set(config, text);
+}
+
+dpl_status dpl_config_open_model(const char *path, dpl_config **config_out)
+{
+    char dir[PATH_MAX], run[PATH_MAX], yaml[PATH_MAX];
+    DPL_TRY(dpl_api_resolve(path, dir, run));
+    if (run[0] && has_file(run, "config.yml")) {
+        DPL_TRY(dpl_path_join(run, "config.yml", yaml));
+        return dpl_config_open(yaml, config_out);
+    }
+    dpl_config *config;
+    DPL_TRY(dpl_config_open(NULL, &config));
+    const dpl_status status = settings_of_model(dir, config);
+    if (status == DPL_OK)
+        *config_out = config;
+    else
+        dpl_config_close(&config);
+    return status;
+}
