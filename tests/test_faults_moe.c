@@ -1,0 +1,897 @@
+/*
+ * test_faults_moe.c - faults that users of other MoE systems reported, on one rank: each test is named
+ * after what must hold, and carries the number of its row in the list of known faults.
+ */
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <cmocka.h>
+
+#include <math.h>
+#include <sys/mman.h>
+
+#include "lab.h"
+
+static dpl_ctx *ctx;
+
+static int open_ctx(void **state)
+{
+    (void)state;
+    ctx = lab_ctx(2, false, NULL);
+    return ctx ? 0 : -1;
+}
+
+static int close_ctx(void **state)
+{
+    (void)state;
+    dpl_ctx_close(&ctx);
+    return 0;
+}
+
+static bool all_zero_bits(const void *p, size_t bytes)
+{
+    for (size_t i = 0; i < bytes; i++)
+        if (((const uint8_t *)p)[i]) return false;
+    return true;
+}
+
+static float *random_floats(size_t n, uint64_t stream)
+{
+    float *x = dpl_alloc_array(n, sizeof *x);
+    assert_non_null(x);
+    for (size_t i = 0; i < n; i++)
+        x[i] = (float)dpl_rng_normal(7, stream, i);
+    return x;
+}
+
+/* ---- grouped GEMM through the public functions ------------------------------------------------ */
+
+#define MAX_GROUPS 20
+typedef struct groups_case {
+    size_t n_groups, sizes[MAX_GROUPS], n, k, spare_rows, ld_extra;
+} groups_case;
+
+typedef struct
+    dot { // a sum of products in double, and what bounds the error of an fp32 chain over it
+    double sum, magnitude;
+    size_t n;
+} dot;
+
+static void add_product(dot *d, float a, float b)
+{
+    d->sum += (double)a * (double)b;
+    d->magnitude += fabs((double)a * (double)b);
+    d->n++;
+}
+
+static void expect_close(float is, const dot *d, const char *what)
+{
+    if (!(fabs((double)is - d->sum) <= (double)(d->n + 1) * 0x1p-24 * d->magnitude))
+        fail_msg("%s: %.9g, expected %.9g", what, (double)is, d->sum);
+}
+
+// Every element of the three products of group g.
+static void check_group(const groups_case *c, size_t g, size_t row, size_t ldx, size_t ldy,
+                        const float *x, const float *w, const float *dy, const float *y,
+                        const float *dx, const float *dw)
+{
+    const float *wg = w + g * c->n * c->k, *dwg = dw + g * c->n * c->k;
+    for (size_t r = row; r < row + c->sizes[g]; r++) {
+        for (size_t n = 0; n < c->n; n++) {
+            dot d = {0};
+            for (size_t k = 0; k < c->k; k++)
+                add_product(&d, x[r * ldx + k], wg[n * c->k + k]);
+            expect_close(y[r * ldy + n], &d, "y");
+        }
+        for (size_t k = 0; k < c->k; k++) {
+            dot d = {0};
+            for (size_t n = 0; n < c->n; n++)
+                add_product(&d, dy[r * ldy + n], wg[n * c->k + k]);
+            expect_close(dx[r * ldx + k], &d, "dx");
+        }
+    }
+    for (size_t n = 0; n < c->n; n++)
+        for (size_t k = 0; k < c->k; k++) {
+            dot d = {0};
+            for (size_t r = row; r < row + c->sizes[g]; r++)
+                add_product(&d, dy[r * ldy + n], x[r * ldx + k]);
+            expect_close(dwg[n * c->k + k], &d, "dw");
+        }
+}
+
+// Rows and columns that belong to nobody hold NaN in the inputs and must keep their bits in the outputs.
+static void run_groups(const groups_case *c, bool packed)
+{
+    int64_t offsets[MAX_GROUPS + 1] = {0};
+    for (size_t g = 0; g < c->n_groups; g++)
+        offsets[g + 1] = offsets[g] + (int64_t)c->sizes[g];
+    const size_t used = (size_t)offsets[c->n_groups], rows = used + c->spare_rows;
+    const size_t ldx = c->k + c->ld_extra, ldy = c->n + c->ld_extra;
+    const dpl_gemm_grouped g = {.n_groups = c->n_groups,
+                                .n = c->n,
+                                .k = c->k,
+                                .offsets = offsets,
+                                .n_rows = rows,
+                                .ld_x = ldx,
+                                .ld_y = ldy,
+                                .packed = packed};
+    const size_t n_w = c->n_groups * c->n * c->k, ws_bytes = dpl_gemm_workspace_bytes(&g);
+    float *x = random_floats(rows * ldx, 1), *dy = random_floats(rows * ldy, 2);
+    float *w = random_floats(n_w, 3), *ws = dpl_alloc(ws_bytes);
+    float *y = dpl_alloc_array(rows * ldy, 4), *dx = dpl_alloc_array(rows * ldx, 4);
+    float *dw = dpl_alloc_array(n_w, 4), *panels = dpl_alloc(dpl_gemm_packed_bytes(&g));
+    memset(y, 0xff, rows * ldy * 4);
+    memset(dx, 0xff, rows * ldx * 4);
+    memset(ws, 0xff, ws_bytes);
+    for (size_t r = 0; r < rows; r++) {
+        for (size_t i = r < used ? c->k : 0; i < ldx; i++)
+            x[r * ldx + i] = NAN;
+        for (size_t i = r < used ? c->n : 0; i < ldy; i++)
+            dy[r * ldy + i] = NAN;
+    }
+    assert_int_equal(dpl_gemm_pack(ctx, &g, w, ws, ws_bytes, panels), DPL_OK);
+    const void *weight = packed ? (void *)panels : w;
+    assert_int_equal(dpl_gemm_grouped_forward(ctx, &g, x, weight, ws, ws_bytes, y), DPL_OK);
+    assert_int_equal(dpl_gemm_grouped_dgrad(ctx, &g, dy, weight, ws, ws_bytes, dx), DPL_OK);
+    assert_int_equal(dpl_gemm_grouped_wgrad(ctx, &g, dy, x, ws, ws_bytes, dw), DPL_OK);
+    for (size_t i = 0; i < c->n_groups; i++) {
+        check_group(c, i, (size_t)offsets[i], ldx, ldy, x, w, dy, y, dx, dw);
+        if (c->sizes[i] == 0) assert_true(all_zero_bits(dw + i * c->n * c->k, c->n * c->k * 4));
+    }
+    for (size_t r = 0; r < rows; r++)
+        for (size_t i = r < used ? c->n : 0; i < ldy; i++)
+            assert_true(isnan(y[r * ldy + i]));
+    float *blocks[] = {x, dy, w, ws, y, dx, dw, panels};
+    for (size_t i = 0; i < DPL_COUNT(blocks); i++)
+        dpl_free(blocks[i]);
+}
+
+static void run_cases(const groups_case *cases, size_t n)
+{
+    for (size_t i = 0; i < n; i++)
+        for (int packed = 0; packed < 2; packed++)
+            run_groups(&cases[i], packed);
+}
+
+// Rows 1, 2, 4: no tokens for some experts, the last one among them, or for all.
+static void empty_groups_have_zero_gradients_and_no_stray_rows(void **state)
+{
+    (void)state;
+    static const groups_case cases[] = {
+        {4, {5, 0, 3, 0}, 8, 8, 0, 0},
+        {4, {0, 0, 0, 0}, 8, 8, 4, 0},
+        {3, {0, 7, 0}, 9, 5, 2, 0},
+        {3, {16, 16, 0}, 16, 16, 0, 0},
+        {3, {0, 16, 16}, 16, 16, 0, 0},
+        {3, {16, 0, 16}, 16, 16, 0, 0},
+        {18, {6, 5, 6, 5, 5, 5}, 43, 64, 0, 0}, // row 7
+    };
+    run_cases(cases, DPL_COUNT(cases));
+}
+
+// Rows 8, 42: groups smaller than any tile, or that begin where no tile does.
+static void groups_of_any_size_and_start_are_right(void **state)
+{
+    (void)state;
+    static const groups_case cases[] = {
+        {6, {1, 127, 128, 129, 0, 3}, 128, 128, 0, 0},
+        {3, {128, 130, 65}, 64, 64, 0, 0},
+        {5, {0, 1, 7, 8, 9}, 33, 31, 3, 0}, // row 9
+    };
+    run_cases(cases, DPL_COUNT(cases));
+}
+
+// Rows 3, 40: rows behind the last group, and row distances that are multiples of nothing.
+static void odd_strides_and_rows_beyond_the_last_group(void **state)
+{
+    (void)state;
+    static const size_t ks[] = {1, 7, 8, 9, 1025};
+    for (size_t i = 0; i < DPL_COUNT(ks); i++) {
+        const groups_case cases[] = {{3, {3, 0, 4}, 5, ks[i], 13, 0},
+                                     {3, {3, 0, 4}, 5, ks[i], 0, 3}};
+        run_cases(cases, 2);
+    }
+}
+
+// Rows 41, 42: what offsets may be.
+static void offsets_are_checked(void **state)
+{
+    (void)state;
+    static const struct {
+        int64_t offsets[3];
+        dpl_status status;
+        const char *text;
+    } cases[] = {{{0, 4, 8}, DPL_OK, NULL},
+                 {{0, 0, 0}, DPL_OK, NULL},
+                 {{0, 4, 9}, DPL_EINVAL, "ends at 9"},
+                 {{0, 5, 4}, DPL_EINVAL, "group 1 ends at 4"},
+                 {{1, 4, 8}, DPL_EINVAL, "offsets[0]=1"},
+                 {{0, -1, 8}, DPL_EINVAL, "group 0 ends at -1"},
+                 {{0, INT64_MIN, INT64_MAX}, DPL_EINVAL, "group 0"},
+                 {{0, 4, INT64_MAX}, DPL_EINVAL, "n_rows=8"}};
+    float x[32] = {0}, y[32] = {0}, w[32] = {0};
+    dpl_gemm_grouped g = {.n_groups = 2, .n = 4, .k = 4, .n_rows = 8};
+    float *ws = dpl_alloc(dpl_gemm_workspace_bytes(&g));
+    for (size_t i = 0; i < DPL_COUNT(cases); i++) {
+        g.offsets = cases[i].offsets;
+        const size_t bytes = dpl_gemm_workspace_bytes(&g);
+        assert_int_equal(dpl_gemm_grouped_forward(ctx, &g, x, w, ws, bytes, y), cases[i].status);
+        if (cases[i].text) assert_non_null(strstr(dpl_error_message(), cases[i].text));
+        assert_int_equal(dpl_gemm_grouped_wgrad(ctx, &g, y, x, ws, bytes, w), cases[i].status);
+    }
+    dpl_free(ws);
+}
+
+// Row 122: sizes of real models. Outputs are checked at places drawn at random.
+static void large_weights_are_right_too(void **state)
+{
+    (void)state;
+    static const size_t sizes[][2] = {{64, 14336}, {14336, 64}, {4096, 512}, {4096, 4096}};
+    for (size_t s = 0; s < DPL_COUNT(sizes); s++) {
+        const size_t n = sizes[s][0], k = sizes[s][1], rows = 64;
+        const int64_t offsets[] = {0, 40, 64};
+        const dpl_gemm_grouped g = {
+            .n_groups = 2, .n = n, .k = k, .offsets = offsets, .n_rows = rows};
+        float *x = random_floats(rows * k, 1), *w = random_floats(2 * n * k, 3);
+        float *y = dpl_alloc_array(rows * n, 4), *ws = dpl_alloc(dpl_gemm_workspace_bytes(&g));
+        assert_int_equal(
+            dpl_gemm_grouped_forward(ctx, &g, x, w, ws, dpl_gemm_workspace_bytes(&g), y), DPL_OK);
+        for (uint64_t i = 0; i < 300; i++) {
+            const size_t r = dpl_rng_u64(1, 1, i) % rows, c = dpl_rng_u64(1, 2, i) % n;
+            dot d = {0};
+            for (size_t l = 0; l < k; l++)
+                add_product(&d, x[r * k + l], w[((r < 40 ? 0 : n) + c) * k + l]);
+            expect_close(y[r * n + c], &d, "y");
+        }
+        dpl_free(x);
+        dpl_free(w);
+        dpl_free(y);
+        dpl_free(ws);
+    }
+}
+
+// Row 38: the last of 256 experts lies 15 GB behind the first. Pages that nobody touches cost nothing.
+static void the_last_expert_is_found_behind_4_gib(void **state)
+{
+    (void)state;
+    int64_t offsets[257] = {0};
+    offsets[256] = 1;
+    const dpl_gemm_grouped g = {
+        .n_groups = 256, .n = 2048, .k = 7168, .offsets = offsets, .n_rows = 1};
+    const size_t bytes = g.n_groups * g.n * g.k * sizeof(float);
+    float *w = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
+                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (w == MAP_FAILED) skip();
+    float *x = random_floats(g.k, 1), *y = dpl_alloc_array(g.n, 4);
+    float *ws = dpl_alloc(dpl_gemm_workspace_bytes(&g)), *last = w + 255 * g.n * g.k;
+    last[(g.n - 1) * g.k + g.k - 1] = 2;
+    assert_int_equal(dpl_gemm_grouped_forward(ctx, &g, x, w, ws, dpl_gemm_workspace_bytes(&g), y),
+                     DPL_OK);
+    assert_true(y[g.n - 1] == 2 * x[g.k - 1] && y[0] == 0);
+    munmap(w, bytes);
+    dpl_free(x);
+    dpl_free(y);
+    dpl_free(ws);
+}
+
+/* ---- routing ---------------------------------------------------------------------------------- */
+
+#define MAX_ROUTE 4096
+static float score[MAX_ROUTE], weights[MAX_ROUTE], logits[MAX_ROUTE];
+static int32_t ids[MAX_ROUTE];
+static int64_t counts[1024];
+
+static dpl_status route(const dpl_route_rule *rule, size_t n_tokens, const float *bias)
+{
+    return dpl_router_route(ctx, rule, n_tokens, logits, bias, NULL, score, ids, weights, counts);
+}
+
+static dpl_route_rule unscaled(size_t e, size_t k)
+{
+    dpl_route_rule rule = lab_sigmoid(e, k);
+    rule.scale = 1;
+    return rule;
+}
+
+static float logit_of(double s)
+{
+    return (float)log(s / (1 - s));
+}
+
+// Rows 16, 17: a logit that is not finite is an error that names the token, and nothing is written.
+static void logits_that_are_not_finite_name_their_token(void **state)
+{
+    (void)state;
+    static const float bad[] = {NAN, INFINITY, -INFINITY};
+    const dpl_route_rule rule = unscaled(128, 8);
+    for (size_t b = 0; b < DPL_COUNT(bad); b++)
+        for (size_t n_bad = 1; n_bad <= 128; n_bad += 127) {
+            for (size_t i = 0; i < 3 * 128; i++)
+                logits[i] = i / 128 == 1 && i % 128 < n_bad ? bad[b] : (float)(i % 7);
+            ids[0] = -77;
+            assert_int_equal(route(&rule, 3, NULL), DPL_ENUMERIC);
+            assert_non_null(strstr(dpl_error_message(), "token 1"));
+            assert_int_equal(ids[0], -77);
+        }
+}
+
+// Rows 16, 17 in the layer: found at the read-back of the counts, before any expert runs.
+static void a_layer_names_the_token_that_is_not_finite(void **state)
+{
+    (void)state;
+    for (int deferred = 0; deferred < 2; deferred++) {
+        dpl_ctx *own = lab_ctx(2, deferred, NULL);
+        lab_rule rule = {.t = 20, .d = 16, .f = 8, .rule = lab_sigmoid(8, 2), .seed = 3};
+        lab l;
+        lab_open(&rule, &l);
+        l.x[13 * rule.d + 5] = NAN;
+        l.x[17 * rule.d + 5] = INFINITY;
+        lab_inputs(&l);
+        const size_t mark = dpl_ctx_mark(own);
+        assert_int_equal(lab_forward(&l, own), DPL_ENUMERIC);
+        assert_non_null(strstr(dpl_error_message(), "token 13"));
+        if (!deferred) assert_int_equal(dpl_ctx_mark(own), mark);
+        assert_null(l.saved.ids);
+        lab_close(&l);
+        dpl_ctx_close(&own);
+    }
+}
+
+// Row 18: more than 256 experts. Row 121: more experts than K.
+static void ids_above_255_are_chosen(void **state)
+{
+    (void)state;
+    for (size_t e = 257; e <= 512; e += 255) {
+        const dpl_route_rule rule = unscaled(e, 10);
+        for (size_t i = 0; i < 4 * e; i++)
+            logits[i] = (float)(i % e) / 64;
+        assert_int_equal(route(&rule, 4, NULL), DPL_OK);
+        for (size_t i = 0; i < 40; i++)
+            assert_int_equal(ids[i], e - 1 - i % 10);
+    }
+    const dpl_route_rule two = unscaled(8, 2);
+    for (size_t i = 0; i < 8; i++)
+        logits[i] = (float)i;
+    assert_int_equal(route(&two, 1, NULL), DPL_OK);
+    assert_int_equal(ids[0], 7);
+}
+
+// Row 20: ties go to the lower id.
+static void equal_scores_choose_the_lower_ids(void **state)
+{
+    (void)state;
+    for (int n_threads = 1; n_threads <= 3; n_threads += 2) {
+        dpl_ctx *own = lab_ctx(n_threads, false, NULL);
+        const dpl_route_rule rule = unscaled(8, 2);
+        memset(logits, 0, sizeof logits);
+        for (int again = 0; again < 2; again++) {
+            assert_int_equal(
+                dpl_router_route(own, &rule, 300, logits, NULL, NULL, score, ids, weights, counts),
+                DPL_OK);
+            for (size_t i = 0; i < 600; i++)
+                assert_int_equal(ids[i], i % 2);
+        }
+        assert_true(counts[0] == 300 && counts[1] == 300 && counts[2] == 0);
+        dpl_ctx_close(&own);
+    }
+}
+
+// Row 21: the choice is made in fp32. Row 115: weights are scores without the bias, however small.
+static void bias_only_decides_and_in_fp32(void **state)
+{
+    (void)state;
+    const dpl_route_rule one = unscaled(2, 1);
+    const float close[] = {1.0f, 1.001f};
+    memset(logits, 0, sizeof logits);
+    assert_int_equal(route(&one, 1, close), DPL_OK);
+    assert_int_equal(ids[0], 1);
+
+    const dpl_route_rule two = unscaled(8, 2);
+    float bias[8];
+    for (size_t i = 0; i < 8; i++) {
+        logits[i] = -18;
+        bias[i] = 12;
+    }
+    assert_int_equal(route(&two, 1, bias), DPL_OK);
+    assert_true(weights[0] == 0.5f && weights[1] == 0.5f);
+}
+
+// Row 116: normalized within a token, then scaled.
+static void weights_are_normalized_per_token_then_scaled(void **state)
+{
+    (void)state;
+    dpl_route_rule rule = lab_sigmoid(2, 2);
+    static const double scores[] = {0.2, 0.6, 0.9, 0.3}, expected[] = {1.875, 0.625, 1.875, 0.625};
+    for (size_t i = 0; i < 4; i++)
+        logits[i] = logit_of(scores[i]);
+    assert_int_equal(route(&rule, 2, NULL), DPL_OK);
+    assert_true(ids[0] == 1 && ids[1] == 0 && ids[2] == 0 && ids[3] == 1);
+    for (size_t i = 0; i < 4; i++)
+        assert_true(fabs((double)weights[i] - expected[i]) < 1e-6);
+}
+
+// Row 117: a group's score is the sum of its two best, whatever K is.
+static void group_score_is_the_sum_of_the_two_best(void **state)
+{
+    (void)state;
+    dpl_route_rule rule = unscaled(8, 4);
+    rule.n_groups = 2;
+    rule.top_groups = 1;
+    static const double scores[] = {0.9, 0.9, 0.1, 0.1, 0.7, 0.7, 0.7, 0.7};
+    for (size_t i = 0; i < 8; i++)
+        logits[i] = logit_of(scores[i]);
+    assert_int_equal(route(&rule, 1, NULL), DPL_OK);
+    for (int32_t i = 0; i < 4; i++)
+        assert_int_equal(ids[i], i);
+}
+
+// Row 22: with one normalized expert a token the router learns nothing from the task; without, it does.
+static void one_normalized_expert_gives_the_router_no_gradient(void **state)
+{
+    (void)state;
+    for (int norm = 0; norm < 2; norm++) {
+        lab_rule rule = {.t = 12, .d = 16, .f = 8, .rule = lab_sigmoid(4, 1), .seed = 5};
+        rule.rule.norm_topk = norm;
+        lab l;
+        lab_open(&rule, &l);
+        assert_int_equal(lab_run(&l, ctx), DPL_OK);
+        double largest = 0;
+        for (size_t i = 0; i < l.n[LAB_ROUTER]; i++)
+            largest = fmax(largest, fabs((double)lab_grad(&l, LAB_ROUTER, i)));
+        if (norm)
+            assert_true(largest < 1e-6);
+        else
+            assert_true(largest > 1e-3);
+        lab_close(&l);
+    }
+}
+
+// Row 24: equal tokens choose alike in any place, with any number of threads, twice in a row.
+static void equal_tokens_choose_alike(void **state)
+{
+    (void)state;
+    static const int n_threads[] = {1, 3, 8};
+    lab_rule rule = {.t = 256, .d = 64, .f = 8, .rule = lab_sigmoid(128, 6), .seed = 6};
+    lab l;
+    lab_open(&rule, &l);
+    for (size_t i = 0; i < rule.t * rule.d; i++)
+        l.x[i] = l.x[i % rule.d];
+    lab_inputs(&l);
+    int32_t first[6];
+    for (size_t n = 0; n < DPL_COUNT(n_threads); n++) {
+        dpl_ctx *own = lab_ctx(n_threads[n], false, NULL);
+        for (int again = 0; again < 2; again++) {
+            assert_int_equal(lab_forward(&l, own), DPL_OK);
+            if (n == 0 && !again) memcpy(first, l.saved.ids, sizeof first);
+            for (size_t i = 0; i < rule.t * 6; i++)
+                assert_int_equal(l.saved.ids[i], first[i % 6]);
+        }
+        dpl_ctx_close(&own);
+    }
+    lab_close(&l);
+}
+
+/* ---- ids given by a caller, permutation, dispatch and combine ----------------------------------- */
+
+// Rows 19, 23: an id twice in a token, or outside of -1 .. E-1, is an error that names the token.
+static void ids_of_a_caller_are_checked(void **state)
+{
+    (void)state;
+    static const struct {
+        int32_t ids[4];
+        const char *text;
+    } cases[] = {{{0, 3, 1, 1}, "token 1: expert id 1 twice"},
+                 {{0, 4, 1, 2}, "token 0, slot 1: expert id 4"},
+                 {{0, 1, 5, 2}, "token 1, slot 0: expert id 5"},
+                 {{0, 1, 2, -2}, "token 1, slot 1: expert id -2"},
+                 {{INT32_MAX, 0, 0, 1}, "token 0"},
+                 {{-1, -1, -1, -1}, NULL}};
+    const dpl_moe_shape shape = {.d = 4, .f = 4, .rule = lab_sigmoid(4, 2), .n_local = 4};
+    dpl_comm *comm;
+    assert_int_equal(dpl_comm_open("self", NULL, &comm), DPL_OK);
+    for (size_t i = 0; i < DPL_COUNT(cases); i++) {
+        int64_t offsets[5];
+        int32_t slot_row[4], row_slot[4];
+        dpl_ep ep;
+        const dpl_status expected = cases[i].text ? DPL_EINVAL : DPL_OK;
+        assert_int_equal(dpl_moe_permute(ctx, cases[i].ids, 2, 2, 4, offsets, slot_row, row_slot),
+                         expected);
+        if (cases[i].text) assert_non_null(strstr(dpl_error_message(), cases[i].text));
+        assert_int_equal(dpl_ep_prepare(ctx, comm, &shape, cases[i].ids, 2, true, &ep), expected);
+        if (cases[i].text) assert_non_null(strstr(dpl_error_message(), cases[i].text));
+    }
+    dpl_comm_close(&comm);
+}
+
+// Rows 14, 51: skipped slots shift nothing, there and back; no gradient of weights means zeros.
+static void skipped_slots_shift_no_rows(void **state)
+{
+    (void)state;
+    enum { T = 4, K = 2, D = 3 };
+    static const int32_t given[] = {0, -1, -1, -1, 3, 1, 2, 0};
+    static const float x[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12};
+    static const float w[] = {0.5f, 99, 99, 99, 0.25f, 0.75f, 1, 2};
+    static const int32_t source[] = {0, 3, 2, 3, 2},
+                         slot[] = {0, 7, 5, 6, 4}; // by expert, then token
+    static const float copies[] = {1, 0, 2, 2};    // of each token
+    const dpl_moe_shape shape = {.d = D, .f = 4, .rule = lab_sigmoid(4, K), .n_local = 4};
+    dpl_comm *comm;
+    dpl_ep ep;
+    assert_int_equal(dpl_comm_open("self", NULL, &comm), DPL_OK);
+    assert_int_equal(dpl_ep_prepare(ctx, comm, &shape, given, T, true, &ep), DPL_OK);
+    assert_int_equal(ep.n_rows, 5);
+    assert_true(ep.counts[0] == 2 && ep.counts[1] == 1 && ep.counts[2] == 1 && ep.counts[3] == 1);
+    float rows[5 * D], row_w[5], y[T * D], dw[T * K];
+    memset(y, 0xff, sizeof y);
+    memset(dw, 0xff, sizeof dw);
+    assert_int_equal(
+        dpl_ep_dispatch(ctx, comm, &ep, dpl_mat_f32(x, D), w, D, dpl_mat_f32(rows, D), row_w),
+        DPL_OK);
+    for (size_t r = 0; r < 5; r++) {
+        assert_memory_equal(rows + r * D, x + source[r] * D, sizeof(float) * D);
+        assert_true(row_w[r] == w[slot[r]]);
+    }
+    assert_int_equal(
+        dpl_ep_combine(ctx, comm, &ep, dpl_mat_f32(rows, D), D, false, dpl_mat_f32(y, D)), DPL_OK);
+    for (size_t i = 0; i < T * D; i++)
+        assert_true(y[i] == copies[i / D] * x[i]);
+    assert_int_equal(dpl_ep_dispatch_bwd(ctx, comm, &ep, dpl_mat_f32(rows, D), NULL, D, false,
+                                         dpl_mat_f32(y, D), dw),
+                     DPL_OK);
+    for (size_t i = 0; i < T * K; i++)
+        assert_true(dw[i] == 0);
+    assert_int_equal(dpl_ep_dispatch_bwd(ctx, comm, &ep, dpl_mat_f32(rows, D), row_w, D, true,
+                                         dpl_mat_f32(y, D), dw),
+                     DPL_OK);
+    for (size_t i = 0; i < T * K; i++)
+        assert_true(dw[i] == (given[i] < 0 ? 0 : w[i]));
+    for (size_t i = 0; i < T * D; i++)
+        assert_true(y[i] == 2 * copies[i / D] * x[i]);
+    dpl_comm_close(&comm);
+}
+
+// Row 119: the sum over a token's experts is in fp32 and rounded once.
+static void combine_rounds_once(void **state)
+{
+    (void)state;
+    const dpl_moe_shape shape = {.d = 1, .f = 4, .rule = lab_sigmoid(8, 8), .n_local = 8};
+    static const int32_t given[] = {0, 1, 2, 3, 4, 5, 6, 7};
+    uint16_t rows[8], y = 0;
+    for (size_t i = 0; i < 8; i++)
+        rows[i] = dpl_f32_to_bf16(i ? 0x1p-9f : 1.0f);
+    dpl_comm *comm;
+    dpl_ep ep;
+    assert_int_equal(dpl_comm_open("self", NULL, &comm), DPL_OK);
+    assert_int_equal(dpl_ep_prepare(ctx, comm, &shape, given, 1, true, &ep), DPL_OK);
+    assert_int_equal(dpl_ep_combine(ctx, comm, &ep, (dpl_mat){rows, 1, DPL_BF16}, 1, false,
+                                    (dpl_mat){&y, 1, DPL_BF16}),
+                     DPL_OK);
+    assert_true(dpl_bf16_to_f32(y) == 1.015625f);
+    dpl_comm_close(&comm);
+}
+
+// Row 118: without routed experts the layer is its shared expert, bit for bit, whatever the scale.
+static void the_shared_expert_counts_fully(void **state)
+{
+    (void)state;
+    for (int dtype = 0; dtype < 2; dtype++) {
+        lab_rule rule = {.t = 19,
+                         .d = 40,
+                         .f = 24,
+                         .shared_f = 24,
+                         .rule = lab_sigmoid(8, 2),
+                         .dtype = (dpl_dtype)dtype,
+                         .seed = 8};
+        lab l;
+        lab_open(&rule, &l);
+        memset(l.value[LAB_DOWN], 0, l.n[LAB_DOWN] * sizeof(float));
+        lab_pack(&l);
+        assert_int_equal(lab_forward(&l, ctx), DPL_OK);
+        const dpl_mat x = {l.x_in, rule.d, rule.dtype};
+        const size_t element = dpl_dtype_bytes(rule.dtype), bytes = rule.t * rule.d * element;
+        void *y = dpl_alloc(bytes);
+        dpl_experts_forward(ctx, x, NULL, dpl_one_group(rule.t), rule.shared_f,
+                            &l.weights.shared_gate_up, &l.weights.shared_down,
+                            l.saved.shared_gate_up, l.saved.shared_hidden,
+                            (dpl_mat){y, rule.d, rule.dtype});
+        assert_memory_equal(y, l.y, bytes);
+        dpl_free(y);
+        lab_close(&l);
+    }
+}
+
+// Row 10: counts are the histogram, also when nearly all tokens choose the same experts. Row 26: and the
+// same when the forward pass runs again. Row 31: so are the auxiliary losses.
+static void counts_are_exact_and_repeatable(void **state)
+{
+    (void)state;
+    lab_rule rule = {.t = 2304, .d = 16, .f = 8, .rule = lab_sigmoid(32, 8), .seed = 9};
+    lab l;
+    lab_open(&rule, &l);
+    const dpl_aux aux = {DPL_BALANCE_BATCH, 0.5f, 0.5f, 1, 1, rule.t};
+    l.aux = &aux;
+    for (size_t i = 10 * rule.d; i < rule.t * rule.d; i++)
+        l.x[i] = l.x[10 * rule.d + i % rule.d];
+    lab_inputs(&l);
+    double losses[2] = {0};
+    for (int again = 0; again < 2; again++) {
+        assert_int_equal(lab_forward(&l, ctx), DPL_OK);
+        int64_t histogram[32] = {0};
+        for (size_t i = 0; i < rule.t * 8; i++)
+            histogram[l.saved.ids[i]]++;
+        assert_memory_equal(histogram, l.saved.ep.counts, sizeof histogram);
+        if (again) assert_memory_equal(losses, l.saved.aux, sizeof losses);
+        memcpy(losses, l.saved.aux, sizeof losses);
+    }
+    lab_close(&l);
+}
+
+// Rows 123, 124: padding is not routed, not counted, and in no auxiliary loss or gradient.
+static void padding_changes_nothing(void **state)
+{
+    (void)state;
+    double losses[2][2];
+    int64_t routed[2][8];
+    float *router[2];
+    for (int padded = 0; padded < 2; padded++) {
+        lab_rule rule = {
+            .t = padded ? 80 : 50, .d = 24, .f = 16, .rule = lab_sigmoid(8, 2), .seed = 10};
+        lab l;
+        lab_open(&rule, &l);
+        // Sequences of 5 tokens; padded to 8, with padding on both sides.
+        float *x = random_floats(50 * rule.d, 1), *dy = random_floats(50 * rule.d, 2);
+        if (padded) l.segment = dpl_alloc_array(rule.t, sizeof *l.segment);
+        for (size_t t = 0; t < rule.t; t++) {
+            const size_t place = t % 8, from = padded ? t / 8 * 5 + place - 1 : t;
+            if (padded && (place < 1 || place > 5)) continue;
+            if (padded) l.segment[t] = 1;
+            memcpy(l.x + t * rule.d, x + from * rule.d, rule.d * sizeof *x);
+            memcpy(l.dy + t * rule.d, dy + from * rule.d, rule.d * sizeof *x);
+        }
+        lab_inputs(&l);
+        const dpl_aux aux = {DPL_BALANCE_SEQUENCE, 0.5f, 0.5f, 1, 10, padded ? 8 : 5};
+        l.aux = &aux;
+        assert_int_equal(lab_run(&l, ctx), DPL_OK);
+        assert_int_equal(l.saved.n_rows, 100);
+        memcpy(losses[padded], l.saved.aux, sizeof losses[padded]);
+        memcpy(routed[padded], l.saved.ep.counts, sizeof routed[padded]);
+        router[padded] = dpl_alloc_array(l.n[LAB_ROUTER], sizeof(float));
+        for (size_t i = 0; i < l.n[LAB_ROUTER]; i++)
+            router[padded][i] = lab_grad(&l, LAB_ROUTER, i);
+        for (size_t t = 0; padded && t < rule.t; t++)
+            if (!l.segment[t])
+                assert_true(all_zero_bits((float *)l.y + t * rule.d, rule.d * 4) &&
+                            all_zero_bits(l.dx + t * rule.d, rule.d * 4));
+        dpl_free(x);
+        dpl_free(dy);
+        lab_close(&l);
+    }
+    assert_memory_equal(routed[0], routed[1], sizeof routed[0]);
+    for (int i = 0; i < 2; i++)
+        assert_true(fabs(losses[0][i] - losses[1][i]) < 1e-6 * losses[0][i]);
+    double largest = 0;
+    for (size_t i = 0; i < 8 * 24; i++)
+        largest = fmax(largest, fabs((double)router[0][i]));
+    for (size_t i = 0; i < 8 * 24; i++)
+        assert_true(fabs((double)router[0][i] - (double)router[1][i]) < 1e-5 * largest);
+    dpl_free(router[0]);
+    dpl_free(router[1]);
+}
+
+/* ---- the layer as a whole ----------------------------------------------------------------------- */
+
+// Row 1: the gradient of an expert without tokens is zero to the bit, after a call in which it had some.
+static void experts_without_tokens_have_zero_gradient(void **state)
+{
+    (void)state;
+    lab_rule rule = {
+        .t = 40, .d = 24, .f = 16, .rule = lab_sigmoid(8, 2), .bias = true, .seed = 12};
+    lab l;
+    lab_open(&rule, &l);
+    assert_int_equal(lab_run(&l, ctx), DPL_OK); // leaves its traces in the memory of the step
+    dpl_ctx_release(ctx, 0);
+    for (size_t e = 0; e < 8; e++)
+        l.bias[e] = e == 2 || e == 5 ? 10 : -10;
+    lab_zero_grads(&l);
+    memset(&l.saved, 0, sizeof l.saved);
+    assert_int_equal(lab_run(&l, ctx), DPL_OK);
+    for (size_t e = 0; e < 8; e++) {
+        const bool used = e == 2 || e == 5;
+        assert_int_equal(l.saved.ep.counts[e], used ? 40 : 0);
+        const size_t gate_up = l.grad_elems[1] / 8, down = l.grad_elems[2] / 8;
+        assert_true(all_zero_bits(l.grads.gate_up + e * gate_up, gate_up * 4) == !used);
+        assert_true(all_zero_bits(l.grads.down + e * down, down * 4) == !used);
+    }
+    lab_close(&l);
+}
+
+static size_t peak_of(size_t n_tokens, bool one_expert)
+{
+    dpl_ctx *own = lab_ctx(2, false, NULL);
+    lab_rule rule = {.t = n_tokens,
+                     .d = 32,
+                     .f = 24,
+                     .shared_f = 8,
+                     .rule = lab_sigmoid(8, 1),
+                     .bias = true,
+                     .seed = 13};
+    lab l;
+    lab_open(&rule, &l);
+    for (size_t e = 0; one_expert && e < 8; e++)
+        l.bias[e] = e == 3 ? 10 : -10;
+    assert_int_equal(lab_run(&l, own), DPL_OK);
+    if (one_expert) assert_int_equal(l.saved.ep.counts[3], n_tokens);
+    const size_t peak = dpl_arena_peak_bytes(own->arena);
+    lab_close(&l);
+    dpl_ctx_close(&own);
+    return peak;
+}
+
+// Row 158: memory follows the rows that arrive: it does not depend on where they go.
+static void memory_is_that_of_the_rows_that_arrive(void **state)
+{
+    (void)state;
+    assert_int_equal(peak_of(512, true), peak_of(512, false));
+    assert_true(peak_of(64, true) < peak_of(512, true) / 6);
+}
+
+// Row 162: of every parameter the gradient accumulates; dx is written.
+static void two_backward_calls_double_every_gradient(void **state)
+{
+    (void)state;
+    lab_rule rule = {
+        .t = 30, .d = 24, .f = 16, .shared_f = 8, .rule = lab_sigmoid(6, 2), .seed = 14};
+    lab l;
+    lab_open(&rule, &l);
+    assert_int_equal(lab_run(&l, ctx), DPL_OK);
+    float *once[LAB_N], *dx = dpl_alloc_array(rule.t * rule.d, sizeof *dx);
+    memcpy(dx, l.dx, rule.t * rule.d * sizeof *dx);
+    for (int id = 0; id < LAB_N; id++) {
+        once[id] = dpl_alloc_array(l.n[id], sizeof(float));
+        for (size_t i = 0; i < l.n[id]; i++)
+            once[id][i] = lab_grad(&l, (lab_id)id, i);
+    }
+    assert_int_equal(lab_backward(&l, ctx), DPL_OK);
+    assert_memory_equal(dx, l.dx, rule.t * rule.d * sizeof *dx);
+    for (int id = 0; id < LAB_N; id++) {
+        double largest = 0;
+        for (size_t i = 0; i < l.n[id]; i++) {
+            // The sum over tokens may start from what is there: then the last bits differ.
+            const double twice = 2 * (double)once[id][i];
+            assert_true(fabs((double)lab_grad(&l, (lab_id)id, i) - twice) <=
+                        1e-5 * (1 + fabs(twice)));
+            largest = fmax(largest, fabs(twice));
+        }
+        assert_true(largest > 0.01);
+        dpl_free(once[id]);
+    }
+    dpl_free(dx);
+    lab_close(&l);
+}
+
+// Row 161: dy as a view with a row distance, twice in a row: equal gradients, inputs unchanged.
+static void strided_gradients_are_read_only(void **state)
+{
+    (void)state;
+    for (int dtype = 0; dtype < 2; dtype++) {
+        lab_rule rule = {.t = 30,
+                         .d = 24,
+                         .f = 16,
+                         .shared_f = 8,
+                         .rule = lab_sigmoid(6, 2),
+                         .dtype = (dpl_dtype)dtype,
+                         .seed = 15};
+        lab l;
+        lab_open(&rule, &l);
+        assert_int_equal(lab_run(&l, ctx), DPL_OK);
+        const uint64_t dense = lab_hash(&l);
+        const size_t element = dpl_dtype_bytes(rule.dtype), ld = 2 * rule.d + 1;
+        const size_t row_bytes = rule.d * element, bytes = rule.t * ld * element;
+        uint8_t *wide = dpl_alloc(bytes), *before = dpl_alloc(bytes);
+        memset(wide, 0xff, bytes);
+        for (size_t t = 0; t < rule.t; t++)
+            memcpy(wide + t * ld * element, (uint8_t *)l.dy_in + t * row_bytes, row_bytes);
+        memcpy(before, wide, bytes);
+        for (int again = 0; again < 2; again++) {
+            lab_zero_grads(&l);
+            memset(l.dx, 0xff, rule.t * rule.d * sizeof *l.dx);
+            assert_int_equal(dpl_moe_backward(ctx, l.comm, &l.shape, &l.weights,
+                                              (dpl_mat){l.x_in, rule.d, rule.dtype}, NULL, &l.saved,
+                                              (dpl_mat){wide, ld, rule.dtype},
+                                              dpl_mat_f32(l.dx, rule.d), &l.grads),
+                             DPL_OK);
+            assert_true(lab_hash(&l) == dense);
+            assert_memory_equal(wide, before, bytes);
+        }
+        dpl_free(wide);
+        dpl_free(before);
+        lab_close(&l);
+    }
+}
+
+static void run_alone(lab *l, uint64_t *hash)
+{
+    lab_zero_grads(l);
+    assert_int_equal(lab_run(l, ctx), DPL_OK);
+    *hash = lab_hash(l);
+    lab_zero_grads(l);
+}
+
+// Row 163: forward A, forward B, then backward in either order.
+static void passes_may_interleave(void **state)
+{
+    (void)state;
+    for (int order = 0; order < 2; order++) {
+        lab_rule rules[2] = {
+            {.t = 30, .d = 24, .f = 16, .rule = lab_sigmoid(6, 2), .seed = 16},
+            {.t = 17, .d = 40, .f = 8, .shared_f = 8, .rule = lab_sigmoid(4, 3), .seed = 17}};
+        lab l[2];
+        uint64_t alone[2];
+        for (int i = 0; i < 2; i++) {
+            lab_open(&rules[i], &l[i]);
+            run_alone(&l[i], &alone[i]);
+        }
+        assert_int_equal(lab_forward(&l[0], ctx), DPL_OK);
+        assert_int_equal(lab_forward(&l[1], ctx), DPL_OK);
+        assert_int_equal(lab_backward(&l[order], ctx), DPL_OK);
+        assert_int_equal(lab_backward(&l[1 - order], ctx), DPL_OK);
+        for (int i = 0; i < 2; i++) {
+            assert_true(lab_hash(&l[i]) == alone[i]);
+            lab_close(&l[i]);
+        }
+    }
+}
+
+// Gradients that are not wanted are not computed, and cost nothing else its bits.
+static void gradients_may_be_left_out(void **state)
+{
+    (void)state;
+    lab_rule rule = {
+        .t = 30, .d = 24, .f = 16, .shared_f = 8, .rule = lab_sigmoid(6, 2), .seed = 18};
+    lab l;
+    lab_open(&rule, &l);
+    assert_int_equal(lab_run(&l, ctx), DPL_OK);
+    float *dx = dpl_alloc_array(rule.t * rule.d, sizeof *dx);
+    memcpy(dx, l.dx, rule.t * rule.d * sizeof *dx);
+    const dpl_moe_grads grads = l.grads;
+    l.grads = (dpl_moe_grads){0};
+    assert_int_equal(lab_backward(&l, ctx), DPL_OK);
+    assert_memory_equal(dx, l.dx, rule.t * rule.d * sizeof *dx);
+    l.grads = grads;
+    dpl_free(dx);
+    lab_close(&l);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(empty_groups_have_zero_gradients_and_no_stray_rows),
+        cmocka_unit_test(groups_of_any_size_and_start_are_right),
+        cmocka_unit_test(odd_strides_and_rows_beyond_the_last_group),
+        cmocka_unit_test(offsets_are_checked),
+        cmocka_unit_test(large_weights_are_right_too),
+        cmocka_unit_test(the_last_expert_is_found_behind_4_gib),
+        cmocka_unit_test(logits_that_are_not_finite_name_their_token),
+        cmocka_unit_test(a_layer_names_the_token_that_is_not_finite),
+        cmocka_unit_test(ids_above_255_are_chosen),
+        cmocka_unit_test(equal_scores_choose_the_lower_ids),
+        cmocka_unit_test(bias_only_decides_and_in_fp32),
+        cmocka_unit_test(weights_are_normalized_per_token_then_scaled),
+        cmocka_unit_test(group_score_is_the_sum_of_the_two_best),
+        cmocka_unit_test(one_normalized_expert_gives_the_router_no_gradient),
+        cmocka_unit_test(equal_tokens_choose_alike),
+        cmocka_unit_test(ids_of_a_caller_are_checked),
+        cmocka_unit_test(skipped_slots_shift_no_rows),
+        cmocka_unit_test(combine_rounds_once),
+        cmocka_unit_test(the_shared_expert_counts_fully),
+        cmocka_unit_test(counts_are_exact_and_repeatable),
+        cmocka_unit_test(padding_changes_nothing),
+        cmocka_unit_test(experts_without_tokens_have_zero_gradient),
+        cmocka_unit_test(memory_is_that_of_the_rows_that_arrive),
+        cmocka_unit_test(two_backward_calls_double_every_gradient),
+        cmocka_unit_test(strided_gradients_are_read_only),
+        cmocka_unit_test(passes_may_interleave),
+        cmocka_unit_test(gradients_may_be_left_out),
+    };
+    return cmocka_run_group_tests(tests, open_ctx, close_ctx);
+}
