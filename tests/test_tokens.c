@@ -141,7 +141,7 @@ static void text_folder(void **state)
     check_bytes(source, 0, "11twotwo223L", 12);
     for (size_t first = 0; first <= 12; first++)
         for (size_t n = 0; first + n <= 12; n++)
-            check_bytes(source, first, "11twotwo223L" + first, n);
+            check_bytes(source, first, &"11twotwo223L"[first], n);
     dpl_source_close(&source);
     // A folder that contains itself, an unreadable name, a fifo.
     assert_int_equal(symlink("..", scratch_path("f/b/loop")), 0);

@@ -1,0 +1,48 @@
+/*
+ * fuzz_safetensors.c - any bytes as a safetensors file: an error, or a file of which every element
+ * can be read. Every second input gets a length in front, so that the fuzzer need not find it.
+ */
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "io/io.h"
+
+static void read_all(const dpl_st_tensor *tensor)
+{
+    const size_t n = dpl_st_elems(tensor);
+    if (n * dpl_st_dtype_bytes(tensor->dtype) != tensor->bytes) abort();
+    float *f32 = malloc(n * sizeof *f32 + 1);
+    int64_t *i64 = malloc(n * sizeof *i64 + 1);
+    (void)dpl_st_read_f32(tensor, 0, n, f32);
+    (void)dpl_st_read_i64(tensor, 0, n, i64);
+    free(f32);
+    free(i64);
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes);
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes)
+{
+    const int fd = memfd_create("fuzz", MFD_CLOEXEC);
+    char path[64];
+    snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
+    if (bytes > 0 && data[0] % 2) { // '{' is odd: the input is the header and the data.
+        const uint8_t *end = memmem(data, bytes, "}}}", 3);
+        const uint64_t header_bytes = end ? (uint64_t)(end + 2 - data) : bytes;
+        if (write(fd, &header_bytes, 8) != 8) abort();
+    }
+    if (write(fd, data, bytes) != (ssize_t)bytes) abort();
+    dpl_st_file *file = NULL;
+    if (dpl_st_open(path, &file) == DPL_OK) {
+        for (size_t i = 0; i < dpl_st_count(file); i++) {
+            read_all(dpl_st_at(file, i));
+            if (dpl_st_find(file, dpl_st_at(file, i)->name) != dpl_st_at(file, i)) abort();
+        }
+        (void)dpl_st_metadata(file, "format");
+        dpl_st_close(&file);
+    } else if (file || !strstr(dpl_error_message(), path)) {
+        abort();
+    }
+    close(fd);
+    return 0;
+}
