@@ -1,0 +1,417 @@
+// kernels_rows.c - bodies that check and benchmark the row kernels.
+#include <math.h>
+#include <stddef.h>
+
+#include "kernels.h"
+
+// Levels differ in contraction alone: a few roundings of numbers of the size of the terms. Normal
+// draws stay below 7, so a product of two is below 49.
+#define U       0x1p-24
+#define TERM    49.0
+#define N_MAX   300
+#define N_TRIES 40
+#define N_BENCH 4096
+
+// 0, 1, 2, ... 20, then anything.
+static size_t size_of_try(kernel_test *t, size_t i)
+{
+    return i <= 20 ? i : kernel_pick(t, 1, N_MAX);
+}
+
+#define EACH_SIZE(t, n) \
+    for (size_t try_ = 0, n = 0; try_ < N_TRIES; kernel_done(t), n = size_of_try(t, ++try_))
+
+static void near_sum(kernel_test *t, double got, double want, size_t n, double u)
+{
+    const float difference = (float)(got - want), zero = 0;
+    kernel_near(t, "sum", &difference, &zero, 1, (double)(n + 20) * u * TERM * 7);
+}
+
+static void check_max(kernel_test *t)
+{
+    EACH_SIZE(t, n)
+    {
+        float *x = kernel_random(t, n);
+        if (n > 1) x[n / 2] = NAN; // Passed over.
+        const float got = t->k->rows.max(x, n), want = t->ref->rows.max(x, n);
+        kernel_same(t, "max", &got, &want, sizeof got);
+    }
+    t->aligned = true;
+    const float *x = kernel_random(t, N_BENCH);
+    KERNEL_BENCH(t, N_BENCH, "elem", t->k->rows.max(x, N_BENCH));
+}
+
+static void check_sum(kernel_test *t)
+{
+    EACH_SIZE(t, n)
+    {
+        const float *x = kernel_random(t, n);
+        near_sum(t, (double)t->k->rows.sum(x, n), (double)t->ref->rows.sum(x, n), n, U);
+    }
+    t->aligned = true;
+    const float *x = kernel_random(t, N_BENCH);
+    KERNEL_BENCH(t, N_BENCH, "elem", t->k->rows.sum(x, N_BENCH));
+}
+
+static void check_dot(kernel_test *t)
+{
+    EACH_SIZE(t, n)
+    {
+        const float *x = kernel_random(t, n), *y = kernel_random(t, n);
+        near_sum(t, (double)t->k->rows.dot(x, y, n), (double)t->ref->rows.dot(x, y, n), n, U);
+    }
+    t->aligned = true;
+    const float *x = kernel_random(t, N_BENCH), *y = kernel_random(t, N_BENCH);
+    KERNEL_BENCH(t, N_BENCH, "elem", t->k->rows.dot(x, y, N_BENCH));
+}
+
+typedef double (*sum_fn)(const float *x, size_t n);
+
+static void check_sum_of(kernel_test *t, sum_fn sum, sum_fn ref)
+{
+    EACH_SIZE(t, n)
+    {
+        float *x = kernel_random(t, n);
+        near_sum(t, sum(x, n), ref(x, n), n, 0x1p-53);
+        if (n == 0) continue;
+        x[n / 2] = INFINITY;
+        if (isfinite(sum(x, n))) kernel_same(t, "infinity", "0", "1", 1);
+    }
+    t->aligned = true;
+    const float *x = kernel_random(t, N_BENCH);
+    KERNEL_BENCH(t, N_BENCH, "elem", sum(x, N_BENCH));
+}
+
+static void check_sum_f64(kernel_test *t)
+{
+    check_sum_of(t, t->k->rows.sum_f64, t->ref->rows.sum_f64);
+}
+
+static void check_sum_squares(kernel_test *t)
+{
+    check_sum_of(t, t->k->rows.sum_squares_f64, t->ref->rows.sum_squares_f64);
+}
+
+static float *copy_of(kernel_test *t, const float *x, size_t n)
+{
+    float *copy = kernel_floats(t, n);
+    for (size_t i = 0; i < n; ++i)
+        copy[i] = x[i];
+    return copy;
+}
+
+static void check_axpy(kernel_test *t)
+{
+    EACH_SIZE(t, n)
+    {
+        const float *x = kernel_random(t, n);
+        float *y = kernel_random(t, n), *want = copy_of(t, y, n);
+        t->k->rows.axpy(1.5f, x, y, n);
+        t->ref->rows.axpy(1.5f, x, want, n);
+        kernel_near(t, "axpy", y, want, n, 2 * U * TERM);
+    }
+    t->aligned = true;
+    const float *x = kernel_random(t, N_BENCH);
+    float *y = kernel_random(t, N_BENCH);
+    KERNEL_BENCH(t, N_BENCH, "elem", t->k->rows.axpy(1e-9f, x, y, N_BENCH));
+}
+
+static void check_add(kernel_test *t)
+{
+    EACH_SIZE(t, n)
+    {
+        float *a = kernel_random(t, n), *b = kernel_random(t, n);
+        float *y = kernel_floats(t, n), *want = kernel_floats(t, n);
+        t->k->rows.add(a, b, y, n);
+        t->ref->rows.add(a, b, want, n);
+        t->k->rows.add(a, b, a, n); // in place
+        kernel_same(t, "add", y, want, n * sizeof *y);
+        kernel_same(t, "add in place", a, want, n * sizeof *y);
+    }
+    t->aligned = true;
+    const float *a = kernel_random(t, N_BENCH), *b = kernel_random(t, N_BENCH);
+    float *y = kernel_floats(t, N_BENCH);
+    KERNEL_BENCH(t, N_BENCH, "elem", t->k->rows.add(a, b, y, N_BENCH));
+}
+
+static void check_scale(kernel_test *t)
+{
+    EACH_SIZE(t, n)
+    {
+        float *x = kernel_random(t, n), *want = copy_of(t, x, n);
+        t->k->rows.scale(0.3f, x, n);
+        t->ref->rows.scale(0.3f, want, n);
+        kernel_same(t, "scale", x, want, n * sizeof *x);
+    }
+    t->aligned = true;
+    float *x = kernel_random(t, N_BENCH);
+    KERNEL_BENCH(t, N_BENCH, "elem", t->k->rows.scale(1, x, N_BENCH));
+}
+
+static void check_exp(kernel_test *t)
+{
+    EACH_SIZE(t, n)
+    {
+        float *x = kernel_random(t, n);
+        for (size_t i = 0; i < n; ++i)
+            x[i] = i == 7 ? -INFINITY : i == 8 ? -1000 : 4 * x[i];
+        const float sub = t->ref->rows.max(x, n); // As callers do: y <= 1.
+        float *y = kernel_floats(t, n), *want = kernel_floats(t, n);
+        const float got_sum = t->k->rows.exp_sub_sum(x, sub, y, n);
+        const float want_sum = t->ref->rows.exp_sub_sum(x, sub, want, n);
+        kernel_near(t, "exp", y, want, n, 4 * U);
+        near_sum(t, (double)got_sum, (double)want_sum, n, U);
+        t->k->rows.exp_sub_sum(x, sub, x, n);
+        kernel_same(t, "exp in place", x, y, n * sizeof *y);
+    }
+    t->aligned = true;
+    const float *x = kernel_random(t, N_BENCH);
+    float *y = kernel_floats(t, N_BENCH);
+    KERNEL_BENCH(t, N_BENCH, "elem", t->k->rows.exp_sub_sum(x, 3, y, N_BENCH));
+}
+
+static void check_sigmoid(kernel_test *t)
+{
+    EACH_SIZE(t, n)
+    {
+        float *x = kernel_random(t, n), *y = kernel_floats(t, n), *want = kernel_floats(t, n);
+        for (size_t i = 0; i < n; ++i)
+            x[i] = i == 5 ? INFINITY : i == 6 ? -INFINITY : i == 9 ? NAN : 9 * x[i];
+        t->k->rows.sigmoid(x, y, n);
+        t->ref->rows.sigmoid(x, want, n);
+        kernel_near(t, "sigmoid", y, want, n, 6 * U);
+        t->k->rows.sigmoid(x, x, n);
+        kernel_same(t, "sigmoid in place", x, y, n * sizeof *y);
+    }
+    t->aligned = true;
+    const float *x = kernel_random(t, N_BENCH);
+    float *y = kernel_floats(t, N_BENCH);
+    KERNEL_BENCH(t, N_BENCH, "elem", t->k->rows.sigmoid(x, y, N_BENCH));
+}
+
+static void check_to_bf16(kernel_test *t)
+{
+    EACH_SIZE(t, n)
+    {
+        float *x = kernel_random(t, n);
+        uint16_t *y = kernel_buffer(t, n * sizeof *y), *want = kernel_buffer(t, n * sizeof *want);
+        for (size_t i = 0; i < n; ++i) {
+            const uint32_t any = (uint32_t)dpl_rng_u64(t->seed, 2, t->n_drawn++);
+            if (i % 2) memcpy(x + i, &any, sizeof any); // Any bits: NaNs, halfway cases, infinity.
+            want[i] = dpl_f32_to_bf16(x[i]);
+        }
+        t->k->rows.to_bf16(x, y, n);
+        kernel_same(t, "bf16", y, want, n * sizeof *y);
+    }
+    t->aligned = true;
+    const float *x = kernel_random(t, N_BENCH);
+    uint16_t *y = kernel_buffer(t, N_BENCH * sizeof *y);
+    KERNEL_BENCH(t, N_BENCH, "elem", t->k->rows.to_bf16(x, y, N_BENCH));
+}
+
+static void check_from_bf16(kernel_test *t)
+{
+    EACH_SIZE(t, n)
+    {
+        const uint16_t *x = kernel_random_bf16(t, n);
+        float *y = kernel_floats(t, n), *want = kernel_floats(t, n);
+        for (size_t i = 0; i < n; ++i)
+            want[i] = dpl_bf16_to_f32(x[i]);
+        t->k->rows.from_bf16(x, y, n);
+        kernel_same(t, "fp32", y, want, n * sizeof *y);
+    }
+    t->aligned = true;
+    const uint16_t *x = kernel_random_bf16(t, N_BENCH);
+    float *y = kernel_floats(t, N_BENCH);
+    KERNEL_BENCH(t, N_BENCH, "elem", t->k->rows.from_bf16(x, y, N_BENCH));
+}
+
+static void check_norm_forward(kernel_test *t)
+{
+    EACH_SIZE(t, n)
+    {
+        const float *x = kernel_random(t, n), *gain = kernel_random(t, n);
+        float *y = kernel_floats(t, n), *want = kernel_floats(t, n);
+        t->k->rows.norm_forward(x, gain, 0.7f, y, n);
+        t->ref->rows.norm_forward(x, gain, 0.7f, want, n);
+        kernel_same(t, "norm", y, want, n * sizeof *y);
+    }
+    t->aligned = true;
+    const float *x = kernel_random(t, N_BENCH), *gain = kernel_random(t, N_BENCH);
+    float *y = kernel_floats(t, N_BENCH);
+    KERNEL_BENCH(t, N_BENCH, "elem", t->k->rows.norm_forward(x, gain, 1, y, N_BENCH));
+}
+
+static void check_norm_dot(kernel_test *t)
+{
+    EACH_SIZE(t, n)
+    {
+        const float *x = kernel_random(t, n), *y = kernel_random(t, n), *z = kernel_random(t, n);
+        near_sum(t, (double)t->k->rows.norm_dot(x, y, z, n),
+                 (double)t->ref->rows.norm_dot(x, y, z, n), n, U);
+    }
+    t->aligned = true;
+    const float *x = kernel_random(t, N_BENCH), *y = kernel_random(t, N_BENCH);
+    const float *z = kernel_random(t, N_BENCH);
+    KERNEL_BENCH(t, N_BENCH, "elem", t->k->rows.norm_dot(x, y, z, N_BENCH));
+}
+
+static void check_norm_backward(kernel_test *t)
+{
+    EACH_SIZE(t, n)
+    {
+        const float *dy = kernel_random(t, n), *gain = kernel_random(t, n);
+        const float *x = kernel_random(t, n);
+        float *dx = kernel_random(t, n), *want_dx = copy_of(t, dx, n);
+        float *dgain = kernel_random(t, n), *want_dgain = copy_of(t, dgain, n);
+        const bool add = n % 2;
+        t->k->rows.norm_backward(dy, gain, x, 0.7f, 0.2f, add, dx, dgain, n);
+        t->ref->rows.norm_backward(dy, gain, x, 0.7f, 0.2f, add, want_dx, want_dgain, n);
+        kernel_near(t, "dx", dx, want_dx, n, 4 * U * TERM);
+        kernel_near(t, "dgain", dgain, want_dgain, n, 4 * U * TERM);
+    }
+    t->aligned = true;
+    const float *dy = kernel_random(t, N_BENCH), *gain = kernel_random(t, N_BENCH);
+    const float *x = kernel_random(t, N_BENCH);
+    float *dx = kernel_random(t, N_BENCH), *dgain = kernel_random(t, N_BENCH);
+    KERNEL_BENCH(t, N_BENCH, "elem",
+                 t->k->rows.norm_backward(dy, gain, x, 1, 0, false, dx, dgain, N_BENCH));
+}
+
+static void check_rope_split(kernel_test *t)
+{
+    EACH_SIZE(t, n)
+    {
+        const float *co = kernel_random(t, n), *si = kernel_random(t, n);
+        float *lo = kernel_random(t, n), *want_lo = copy_of(t, lo, n);
+        float *hi = kernel_random(t, n), *want_hi = copy_of(t, hi, n);
+        t->k->rows.rope_split(co, si, -1, lo, hi, n);
+        t->ref->rows.rope_split(co, si, -1, want_lo, want_hi, n);
+        kernel_near(t, "lo", lo, want_lo, n, 4 * U * TERM);
+        kernel_near(t, "hi", hi, want_hi, n, 4 * U * TERM);
+    }
+    t->aligned = true;
+    float *x = kernel_random(t, N_BENCH), *angle = kernel_random(t, N_BENCH);
+    t->ref->rows.sigmoid(angle, angle, N_BENCH); // Below 1: repeated calls stay finite.
+    t->ref->rows.scale(0.5f, angle, N_BENCH);
+    KERNEL_BENCH(t, N_BENCH, "elem",
+                 t->k->rows.rope_split(angle, angle, 1, x, x + N_BENCH / 2, N_BENCH / 2));
+}
+
+static void check_rope_pairs(kernel_test *t)
+{
+    EACH_SIZE(t, n)
+    {
+        const float *co = kernel_random(t, n), *si = kernel_random(t, n);
+        float *x = kernel_random(t, 2 * n), *want = copy_of(t, x, 2 * n);
+        t->k->rows.rope_pairs(co, si, -1, x, n);
+        t->ref->rows.rope_pairs(co, si, -1, want, n);
+        kernel_near(t, "pairs", x, want, 2 * n, 4 * U * TERM);
+    }
+    t->aligned = true;
+    float *x = kernel_random(t, N_BENCH), *angle = kernel_random(t, N_BENCH);
+    t->ref->rows.sigmoid(angle, angle, N_BENCH);
+    t->ref->rows.scale(0.5f, angle, N_BENCH);
+    KERNEL_BENCH(t, N_BENCH, "elem", t->k->rows.rope_pairs(angle, angle, 1, x, N_BENCH / 2));
+}
+
+static void check_swiglu_forward(kernel_test *t)
+{
+    EACH_SIZE(t, n)
+    {
+        const float *gate_up = kernel_random(t, 2 * dpl_round_up(n, 16));
+        float *h = kernel_floats(t, n), *want = kernel_floats(t, n);
+        t->k->rows.swiglu_forward(gate_up, 0.6f, h, n);
+        t->ref->rows.swiglu_forward(gate_up, 0.6f, want, n);
+        kernel_near(t, "h", h, want, n, 12 * U * TERM);
+    }
+    t->aligned = true;
+    const float *gate_up = kernel_random(t, 2 * N_BENCH);
+    float *h = kernel_floats(t, N_BENCH);
+    KERNEL_BENCH(t, N_BENCH, "elem", t->k->rows.swiglu_forward(gate_up, 1, h, N_BENCH));
+}
+
+static void check_swiglu_backward(kernel_test *t)
+{
+    EACH_SIZE(t, n)
+    {
+        const size_t width = 2 * dpl_round_up(n, 16);
+        float *gate_up = kernel_random(t, width);
+        const float *dh = kernel_random(t, n);
+        float *got = kernel_floats(t, width), *want = kernel_floats(t, width);
+        const float dw = t->k->rows.swiglu_backward(dh, gate_up, 0.6f, got, n);
+        const float want_dw = t->ref->rows.swiglu_backward(dh, gate_up, 0.6f, want, n);
+        kernel_near(t, "dgate_up", got, want, width, 16 * U * TERM * 7);
+        near_sum(t, (double)dw, (double)want_dw, n + 12, U);
+        t->k->rows.swiglu_backward(dh, gate_up, 0.6f, gate_up, n);
+        kernel_same(t, "dgate_up in place", gate_up, got, width * sizeof *got);
+    }
+    t->aligned = true;
+    const float *gate_up = kernel_random(t, 2 * N_BENCH), *dh = kernel_random(t, N_BENCH);
+    float *got = kernel_floats(t, 2 * N_BENCH);
+    KERNEL_BENCH(t, N_BENCH, "elem", t->k->rows.swiglu_backward(dh, gate_up, 1, got, N_BENCH));
+}
+
+static void check_adamw(kernel_test *t)
+{
+    const dpl_adamw_rule rule = {.lr = 0.01f,
+                                 .b1 = 0.9f,
+                                 .b2 = 0.95f,
+                                 .c1 = 0.1f,
+                                 .c2 = 0.05f,
+                                 .eps = 1e-8f,
+                                 .decay = 0.1f,
+                                 .correct1 = 0.1f,
+                                 .correct2 = 0.05f,
+                                 .grad_scale = 0.5f};
+    EACH_SIZE(t, n)
+    {
+        const float *grad = kernel_random(t, n);
+        float *p = kernel_random(t, n), *want_p = copy_of(t, p, n);
+        float *m = kernel_random(t, n), *want_m = copy_of(t, m, n);
+        float *v = kernel_random(t, n);
+        for (size_t i = 0; i < n; ++i)
+            v[i] = v[i] * v[i] + 0.1f;
+        float *want_v = copy_of(t, v, n);
+        t->k->rows.adamw(&rule, grad, p, m, v, n);
+        t->ref->rows.adamw(&rule, grad, want_p, want_m, want_v, n);
+        kernel_near(t, "m", m, want_m, n, 4 * U * 7);
+        kernel_near(t, "v", v, want_v, n, 4 * U * TERM);
+        // m / 0.1 is below 70, the root above 1: the update is below 0.01 * 70.
+        kernel_near(t, "param", p, want_p, n, U * 14 + 16 * U * 0.01 * 70);
+    }
+    t->aligned = true;
+    const float *grad = kernel_random(t, N_BENCH);
+    float *p = kernel_random(t, N_BENCH), *m = kernel_random(t, N_BENCH);
+    float *v = copy_of(t, grad, N_BENCH);
+    t->ref->rows.sigmoid(v, v, N_BENCH);
+    KERNEL_BENCH(t, N_BENCH, "elem", t->k->rows.adamw(&rule, grad, p, m, v, N_BENCH));
+}
+
+const kernel_entry kernel_row_entries[] = {
+    {"row_max", check_max},
+    {"row_sum", check_sum},
+    {"row_dot", check_dot},
+    {"row_sum_f64", check_sum_f64},
+    {"row_sum_squares_f64", check_sum_squares},
+    {"row_axpy", check_axpy},
+    {"row_add", check_add},
+    {"row_scale", check_scale},
+    {"row_exp_sub_sum", check_exp},
+    {"row_sigmoid", check_sigmoid},
+    {"row_to_bf16", check_to_bf16},
+    {"row_from_bf16", check_from_bf16},
+    {"row_norm_forward", check_norm_forward},
+    {"row_norm_dot", check_norm_dot},
+    {"row_norm_backward", check_norm_backward},
+    {"row_rope_split", check_rope_split},
+    {"row_rope_pairs", check_rope_pairs},
+    {"row_swiglu_forward", check_swiglu_forward},
+    {"row_swiglu_backward", check_swiglu_backward},
+    {"row_adamw", check_adamw},
+    {NULL, NULL},
+};
+
+_Static_assert(sizeof(dpl_row_kernels) ==
+                   (DPL_COUNT(kernel_row_entries) - 1) * sizeof(void (*)(void)),
+               "each function of the table has a check entry");
