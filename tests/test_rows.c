@@ -18,9 +18,10 @@
 #include "cpu/kernels.h"
 #include "cpu/ops.h"
 
-#define U 0x1p-24
-#define U_BF16 0x1p-8
-#define CANARY 64
+#define U          0x1p-24
+#define U_BF16     0x1p-8
+#define CANARY     64
+#define GAP        0x5a // columns between rows
 #define BLOCKS_MAX 32
 
 typedef struct block {
@@ -47,7 +48,9 @@ static void *block_new(size_t rows, size_t row_bytes, size_t ld_bytes)
     const size_t bytes = rows * ld_bytes;
     uint8_t *p = dpl_ctx_alloc(t.ctx, bytes + 2 * CANARY);
     memset(p, 0xa5, CANARY);
-    memset(p + CANARY, 0xff, bytes);
+    memset(p + CANARY, GAP, bytes);
+    for (size_t r = 0; r < rows; r++)
+        memset(p + CANARY + r * ld_bytes, 0xff, row_bytes);
     memset(p + CANARY + bytes, 0xa5, CANARY);
     assert_true(t.n_blocks < BLOCKS_MAX);
     t.blocks[t.n_blocks++] = (block){p + CANARY, rows, row_bytes, ld_bytes};
@@ -60,15 +63,23 @@ static dpl_mat mat_of(dpl_dtype dtype, size_t rows, size_t cols, size_t pad)
     return (dpl_mat){block_new(rows, cols * bytes, (cols + pad) * bytes), cols + pad, dtype};
 }
 
-static float *floats(size_t n) { return block_new(1, n * 4, n * 4); }
+static float *floats(size_t n)
+{
+    return block_new(1, n * 4, n * 4);
+}
 
-static double draw(void) { return dpl_rng_normal(t.seed, 7, t.stream++); }
+static double draw(void)
+{
+    return dpl_rng_normal(t.seed, 7, t.stream++);
+}
 
 static void put(dpl_mat m, size_t row, size_t col, double x)
 {
     void *p = dpl_mat_at(m, row, col).p;
-    if (m.dtype == DPL_F32) *(float *)p = (float)x;
-    else *(uint16_t *)p = dpl_f32_to_bf16((float)x);
+    if (m.dtype == DPL_F32)
+        *(float *)p = (float)x;
+    else
+        *(uint16_t *)p = dpl_f32_to_bf16((float)x);
 }
 
 static double get(dpl_mat m, size_t row, size_t col)
@@ -82,14 +93,16 @@ static dpl_mat mat_drawn(dpl_dtype dtype, size_t rows, size_t cols, size_t pad, 
 {
     const dpl_mat m = mat_of(dtype, rows, cols, pad);
     for (size_t r = 0; r < rows; r++)
-        for (size_t c = 0; c < cols; c++) put(m, r, c, scale * draw());
+        for (size_t c = 0; c < cols; c++)
+            put(m, r, c, scale * draw());
     return m;
 }
 
 static float *floats_drawn(size_t n, double scale)
 {
     float *x = floats(n);
-    for (size_t i = 0; i < n; i++) x[i] = (float)(scale * draw());
+    for (size_t i = 0; i < n; i++)
+        x[i] = (float)(scale * draw());
     return x;
 }
 
@@ -119,7 +132,7 @@ static void settle(void)
         }
         for (size_t r = 0; r < b->rows; r++)
             for (size_t c = b->row_bytes; c < b->ld_bytes; c++)
-                assert_int_equal(b->p[r * b->ld_bytes + c], 0xff);
+                assert_int_equal(b->p[r * b->ld_bytes + c], GAP);
         if (t.is_first) {
             t.first_run = realloc(t.first_run, t.at + bytes + 1);
             assert_non_null(t.first_run);
@@ -132,7 +145,10 @@ static void settle(void)
     }
 }
 
-static void end(void) { dpl_ctx_release(t.ctx, t.mark); }
+static void end(void)
+{
+    dpl_ctx_release(t.ctx, t.mark);
+}
 
 /* ---- comparing ---------------------------------------------------------------------------------- */
 
@@ -140,9 +156,9 @@ static void near(double got, double want, double bound, const char *what, size_t
 {
     // Written so that NaN fails. The last term: what fp32 flushes or rounds near zero.
     if (got != want && !(fabs(got - want) <= bound + 0x1p-126))
-        fail_msg("%s (%zu, %zu): got %.9g, want %.9g, bound %.3g, level %s, %s, seed %llu", what, row,
-                 col, got, want, bound, dpl_ctx_cpu_level(t.ctx), t.dtype == DPL_F32 ? "f32" : "bf16",
-                 (unsigned long long)t.seed);
+        fail_msg("%s (%zu, %zu): got %.9g, want %.9g, bound %.3g, level %s, %s, seed %llu", what,
+                 row, col, got, want, bound, dpl_ctx_cpu_level(t.ctx),
+                 t.dtype == DPL_F32 ? "f32" : "bf16", (unsigned long long)t.seed);
 }
 
 // Adds the rounding of the store to the bound.
@@ -186,7 +202,7 @@ static void each_way(void (*run_case)(void))
 
 static const struct {
     size_t n, d, pad;
-} shapes[] = {{0, 5, 0},  {1, 1, 0},    {3, 17, 0},   {5, 64, 9},
+} shapes[] = {{0, 5, 0},    {1, 1, 0},   {3, 17, 0},   {5, 64, 9},
               {2, 1025, 0}, {71, 37, 3}, {261, 13, 0}, {3, 3001, 5}};
 
 /* ---- RMSNorm ------------------------------------------------------------------------------------ */
@@ -200,7 +216,8 @@ static void check_norm_forward(dpl_mat x, const float *gain, size_t n, size_t d,
 {
     for (size_t r = 0; r < n; r++) {
         double squares = 0;
-        for (size_t c = 0; c < d; c++) squares += get(x, r, c) * get(x, r, c);
+        for (size_t c = 0; c < d; c++)
+            squares += get(x, r, c) * get(x, r, c);
         const double want = 1 / sqrt(squares / (double)d + (double)EPS);
         near((double)rstd[r], want, NORM_U * want, "rstd", r, 0);
         for (size_t c = 0; c < d; c++) {
@@ -210,9 +227,9 @@ static void check_norm_forward(dpl_mat x, const float *gain, size_t n, size_t d,
     }
 }
 
-static void check_norm_backward(dpl_mat dy, dpl_mat x, const float *gain, const float *rstd, size_t n,
-                                size_t d, dpl_mat dx, const double *before, const float *dgain,
-                                const float *dgain_before)
+static void check_norm_backward(dpl_mat dy, dpl_mat x, const float *gain, const float *rstd,
+                                size_t n, size_t d, dpl_mat dx, const double *before,
+                                const float *dgain, const float *dgain_before)
 {
     double *want = calloc(2 * d, sizeof *want);
     assert_non_null(want);
@@ -246,7 +263,8 @@ static void norm_shape(size_t n, size_t d, size_t pad, bool accumulate)
 {
     begin();
     const dpl_mat x = mat_drawn(t.dtype, n, d, pad, 2), y = mat_of(t.dtype, n, d, pad);
-    for (size_t c = 0; n > 1 && c < d; c++) put(x, 1, c, 0); // a row of zeros
+    for (size_t c = 0; n > 1 && c < d; c++)
+        put(x, 1, c, 0); // a row of zeros
     const float *gain = floats_drawn(d, 1);
     float *rstd = floats(n);
     dpl_rmsnorm_forward(t.ctx, x, gain, n, d, EPS, y, rstd);
@@ -263,7 +281,8 @@ static void norm_shape(size_t n, size_t d, size_t pad, bool accumulate)
     dpl_rmsnorm_backward(t.ctx, dy, x, gain, rstd, n, d, dx, accumulate, dgain);
     settle();
     check_norm_forward(x, gain, n, d, y, rstd);
-    check_norm_backward(dy, x, gain, rstd, n, d, dx, accumulate ? before : NULL, dgain, dgain_before);
+    check_norm_backward(dy, x, gain, rstd, n, d, dx, accumulate ? before : NULL, dgain,
+                        dgain_before);
     free(before);
     end();
 }
@@ -275,7 +294,10 @@ static void norm_case(void)
             norm_shape(shapes[i].n, shapes[i].d, shapes[i].pad, accumulate);
 }
 
-static void test_norm(void **state) { (void)state, each_way(norm_case); }
+static void test_norm(void **state)
+{
+    (void)state, each_way(norm_case);
+}
 
 /* ---- RoPE --------------------------------------------------------------------------------------- */
 
@@ -292,7 +314,8 @@ static void rope_shape(size_t n, size_t n_heads, size_t d_rope, size_t pad, bool
         cosine[i] = (float)cos(angle), sine[i] = (float)sin(angle);
     }
     int32_t *position = block_new(1, n * 4, n * 4);
-    for (size_t r = 0; r < n; r++) position[r] = (int32_t)((r * 5 + 1) % n_positions);
+    for (size_t r = 0; r < n; r++)
+        position[r] = (int32_t)((r * 5 + 1) % n_positions);
     const bool inverse = n % 2;
     const dpl_rope rope = {cosine, sine, position, n_heads, stride, first, d_rope, interleaved};
     dpl_rope_apply(t.ctx, &rope, n, inverse, y);
@@ -329,11 +352,17 @@ static void rope_case(void)
     }
 }
 
-static void test_rope(void **state) { (void)state, each_way(rope_case); }
+static void test_rope(void **state)
+{
+    (void)state, each_way(rope_case);
+}
 
 /* ---- SwiGLU ------------------------------------------------------------------------------------- */
 
-static double sigmoid(double x) { return 1 / (1 + exp(-x)); }
+static double sigmoid(double x)
+{
+    return 1 / (1 + exp(-x));
+}
 
 static void check_swiglu(dpl_mat gate_up, const float *w, dpl_mat dh, size_t n, size_t f, dpl_mat h,
                          dpl_mat dgate_up, const float *dw)
@@ -393,7 +422,10 @@ static void swiglu_case(void)
     swiglu_shape(3, 512, 0, true);
 }
 
-static void test_swiglu(void **state) { (void)state, each_way(swiglu_case); }
+static void test_swiglu(void **state)
+{
+    (void)state, each_way(swiglu_case);
+}
 
 /* ---- add, copy, zero ---------------------------------------------------------------------------- */
 
@@ -413,24 +445,29 @@ static void move_shape(size_t n, size_t d, size_t pad)
     settle();
     for (size_t r = 0; r < n; r++)
         for (size_t c = 0; c < d; c++) {
-            mat_near(sum, r, c, get(a, r, c) + get(b, r, c),
-                     U * fabs(get(a, r, c) + get(b, r, c)), "add");
+            mat_near(sum, r, c, get(a, r, c) + get(b, r, c), U * fabs(get(a, r, c) + get(b, r, c)),
+                     "add");
             assert_true(get(in_place, r, c) == get(sum, r, c));
             const float x = (float)get(a, r, c);
             const float want = other == DPL_F32 ? x : dpl_bf16_to_f32(dpl_f32_to_bf16(x));
             assert_true(get(converted, r, c) == (double)want);
         }
-    for (size_t i = 0; i < n * d; i++) assert_int_equal(zeros[i], 0);
+    for (size_t i = 0; i < n * d; i++)
+        assert_int_equal(zeros[i], 0);
     assert_int_equal(zeros[n * d], 0xff);
     end();
 }
 
 static void move_case(void)
 {
-    for (size_t i = 0; i < DPL_COUNT(shapes); i++) move_shape(shapes[i].n, shapes[i].d, shapes[i].pad);
+    for (size_t i = 0; i < DPL_COUNT(shapes); i++)
+        move_shape(shapes[i].n, shapes[i].d, shapes[i].pad);
 }
 
-static void test_add_copy_zero(void **state) { (void)state, each_way(move_case); }
+static void test_add_copy_zero(void **state)
+{
+    (void)state, each_way(move_case);
+}
 
 /* ---- embedding ---------------------------------------------------------------------------------- */
 
@@ -447,7 +484,8 @@ static void embed_shape(size_t n, size_t d, size_t pad, bool in_panels)
     const float *table = floats_drawn(n_table, 1);
     float *dtable = floats_drawn(n_table, 1), *want = floats_copied(dtable, n_table);
     int32_t *ids = block_new(1, n * 4, n * 4);
-    for (size_t r = 0; r < n; r++) ids[r] = (int32_t)(dpl_rng_u64(t.seed, 8, r) % v) / (r % 3 ? 1 : 9);
+    for (size_t r = 0; r < n; r++)
+        ids[r] = (int32_t)(dpl_rng_u64(t.seed, 8, r) % v) / (r % 3 ? 1 : 9);
     if (n > 2) ids[2] = -1;
     if (n > 3) ids[3] = (int32_t)v; // Outside: a row of zeros, no gradient.
     const dpl_mat y = mat_of(t.dtype, n, d, pad), dy = mat_drawn(t.dtype, n, d, pad, 1);
@@ -475,7 +513,10 @@ static void embed_case(void)
             embed_shape(shapes[i].n, shapes[i].d, shapes[i].pad, in_panels);
 }
 
-static void test_embed(void **state) { (void)state, each_way(embed_case); }
+static void test_embed(void **state)
+{
+    (void)state, each_way(embed_case);
+}
 
 /* ---- cross-entropy ------------------------------------------------------------------------------ */
 
@@ -483,19 +524,23 @@ static void check_xent_row(const float *x, int32_t target, size_t v, double z, d
                            const float *got, float loss, float zloss)
 {
     double max = -INFINITY, sum = 0;
-    for (size_t c = 0; c < v; c++) max = fmax(max, (double)x[c]);
-    for (size_t c = 0; c < v; c++) sum += exp((double)x[c] - max);
+    for (size_t c = 0; c < v; c++)
+        max = fmax(max, (double)x[c]);
+    for (size_t c = 0; c < v; c++)
+        sum += exp((double)x[c] - max);
     const double lse = max + log(sum), want = lse - (double)x[target];
     // A block sums in 64 + 5 additions; exp has 2 ulp; the argument's own rounding is taken below.
     const double err = 80 * U;
     near((double)loss, want, err + U * fabs(want), "loss", 0, 0);
-    near((double)zloss, z * lse * lse, z * (2 * fabs(lse) + err) * err + U * z * lse * lse, "zloss", 0, 0);
+    near((double)zloss, z * lse * lse, z * (2 * fabs(lse) + err) * err + U * z * lse * lse, "zloss",
+         0, 0);
     for (size_t c = 0; c < v; c++) {
         const double p = exp((double)x[c] - lse), slope = dscale * (1 + 2 * z * lse);
         const double d = slope * p - (c == (size_t)target ? dscale : 0);
         const double far = (double)x[c] == -INFINITY ? 0 : fabs((double)x[c] - max);
         const double bound = fabs(slope) * p * (err + U * far) + U * fabs(d);
-        near((double)got[c], dscale != 0 ? d : (double)x[c], dscale != 0 ? bound : 0, "dlogits", 0, c);
+        near((double)got[c], dscale != 0 ? d : (double)x[c], dscale != 0 ? bound : 0, "dlogits", 0,
+             c);
     }
 }
 
@@ -503,7 +548,8 @@ static void xent_shape(size_t n, size_t v, size_t pad, float z, float dscale, do
 {
     begin();
     const dpl_mat logits = mat_drawn(DPL_F32, n, v, pad, scale);
-    for (size_t r = 0; r < n && v > 2; r++) put(logits, r, (r * 3 + 1) % v, -INFINITY);
+    for (size_t r = 0; r < n && v > 2; r++)
+        put(logits, r, (r * 3 + 1) % v, -INFINITY);
     const dpl_mat before = mat_of(DPL_F32, n, v, pad);
     dpl_copy(t.ctx, logits, n, v, before);
     int32_t *targets = block_new(1, n * 4, n * 4);
@@ -519,7 +565,8 @@ static void xent_shape(size_t n, size_t v, size_t pad, float z, float dscale, do
             continue;
         }
         assert_true(loss[r] == 0 && zloss[r] == 0);
-        for (size_t c = 0; c < v; c++) assert_true(got[c] == (dscale != 0 ? 0 : x[c]));
+        for (size_t c = 0; c < v; c++)
+            assert_true(got[c] == (dscale != 0 ? 0 : x[c]));
     }
     end();
 }
@@ -538,7 +585,10 @@ static void xent_case(void)
     }
 }
 
-static void test_xent(void **state) { (void)state, each_way(xent_case); }
+static void test_xent(void **state)
+{
+    (void)state, each_way(xent_case);
+}
 
 // Logits at the end of the range, a target at -inf, and what is not a number.
 static void test_xent_extremes(void **state)
@@ -578,14 +628,16 @@ static void fd_check(const fd_case *c, const double *x0, const float *got)
         const double below = c->loss(c, x);
         x[i] = x0[i];
         // Truncation is h^2 = 1e-10, cancellation 1e-16 / h = 1e-11, times sizes of a few tens.
-        near((double)got[i], (above - below) / (2 * h), 1e-7 + NORM_U * 50, "finite difference", 0, i);
+        near((double)got[i], (above - below) / (2 * h), 1e-7 + NORM_U * 50, "finite difference", 0,
+             i);
     }
 }
 
 static double norm_loss(const fd_case *c, const double *x)
 {
     double squares = 0, loss = 0;
-    for (int i = 0; i < FD_D; i++) squares += x[i] * x[i];
+    for (int i = 0; i < FD_D; i++)
+        squares += x[i] * x[i];
     for (int i = 0; i < FD_D; i++)
         loss += (double)c->fixed[i] * x[i] * x[FD_D + i] / sqrt(squares / FD_D + (double)EPS);
     return loss;
@@ -602,7 +654,8 @@ static double swiglu_loss(const fd_case *c, const double *x)
 static double xent_loss(const fd_case *c, const double *x)
 {
     double sum = 0;
-    for (int i = 0; i < FD_D; i++) sum += exp(x[i]);
+    for (int i = 0; i < FD_D; i++)
+        sum += exp(x[i]);
     const double lse = log(sum);
     return (double)c->fixed[0] * (lse - x[5] + 0.125 * lse * lse);
 }
@@ -614,15 +667,17 @@ static void test_finite_differences(void **state)
     fd_case c;
     double x[3 * FD_D];
     float in[3 * FD_D], got[3 * FD_D], y[FD_D], scalar[2];
-    for (int i = 0; i < FD_D; i++) c.fixed[i] = (float)draw();
-    for (int i = 0; i < 3 * FD_D; i++) x[i] = (double)(in[i] = (float)draw());
+    for (int i = 0; i < FD_D; i++)
+        c.fixed[i] = (float)draw();
+    for (int i = 0; i < 3 * FD_D; i++)
+        x[i] = (double)(in[i] = (float)draw());
 
     c.n = 2 * FD_D, c.loss = norm_loss;
     memset(got, 0, sizeof got);
     dpl_rmsnorm_forward(t.ctx, dpl_mat_f32(in, FD_D), in + FD_D, 1, FD_D, EPS, dpl_mat_f32(y, FD_D),
                         scalar);
-    dpl_rmsnorm_backward(t.ctx, dpl_mat_f32(c.fixed, FD_D), dpl_mat_f32(in, FD_D), in + FD_D, scalar, 1,
-                         FD_D, dpl_mat_f32(got, FD_D), false, got + FD_D);
+    dpl_rmsnorm_backward(t.ctx, dpl_mat_f32(c.fixed, FD_D), dpl_mat_f32(in, FD_D), in + FD_D,
+                         scalar, 1, FD_D, dpl_mat_f32(got, FD_D), false, got + FD_D);
     fd_check(&c, x, got);
 
     float gate_up[64] = {0}, dgate_up[64];
@@ -630,8 +685,8 @@ static void test_finite_differences(void **state)
         gate_up[dpl_gate_column(i)] = in[i];
         gate_up[dpl_gate_column(i) + 16] = in[FD_D + i];
     }
-    dpl_swiglu_backward(t.ctx, dpl_mat_f32(c.fixed, FD_D), dpl_mat_f32(gate_up, 64), in + 2 * FD_D, 1,
-                        FD_D, dpl_mat_f32(dgate_up, 64), scalar);
+    dpl_swiglu_backward(t.ctx, dpl_mat_f32(c.fixed, FD_D), dpl_mat_f32(gate_up, 64), in + 2 * FD_D,
+                        1, FD_D, dpl_mat_f32(dgate_up, 64), scalar);
     for (size_t i = 0; i < FD_D; i++) {
         got[i] = dgate_up[dpl_gate_column(i)];
         got[FD_D + i] = dgate_up[dpl_gate_column(i) + 16];
@@ -665,8 +720,8 @@ static void check_adamw(const dpl_adamw *a, size_t n, const float *g, const floa
         const double u_err = 16 * U * (fabs(m1) + fabs(m2)) / (double)a->correct1 / den;
         const double pi = (double)before[0][i], lr = (double)a->lr;
         near((double)p[i], pi - lr * (u + (double)a->decay * pi),
-             U * fabs(pi) + lr * (u_err + 4 * U * fabs((double)a->decay * pi)) + U * lr * fabs(u), "p", 0,
-             i);
+             U * fabs(pi) + lr * (u_err + 4 * U * fabs((double)a->decay * pi)) + U * lr * fabs(u),
+             "p", 0, i);
     }
 }
 
@@ -684,7 +739,8 @@ static void optim_size(size_t n)
     begin();
     const float *g = floats_drawn(n, 1);
     float *p = floats_drawn(n, 1), *m = floats_drawn(n, 0.1), *v = floats_drawn(n, 0.1);
-    for (size_t i = 0; i < n; i++) v[i] *= v[i];
+    for (size_t i = 0; i < n; i++)
+        v[i] *= v[i];
     const float *before[] = {floats_copied(p, n), floats_copied(m, n), floats_copied(v, n)};
     float *sgd = floats_copied(p, n);
     uint16_t *copy = block_new(1, n * 2, n * 2), *sgd_copy = block_new(1, n * 2, n * 2);
@@ -701,8 +757,8 @@ static void optim_size(size_t n)
     double sum = 0, size = 0, squares = 0;
     for (size_t i = 0; i < n; i++) {
         const double want = (double)before[0][i] - 0.125 * (double)g[i];
-        near((double)sgd[i], want, 2 * U * (fabs((double)before[0][i]) + 0.125 * fabs((double)g[i])),
-             "sgd", 0, i);
+        near((double)sgd[i], want,
+             2 * U * (fabs((double)before[0][i]) + 0.125 * fabs((double)g[i])), "sgd", 0, i);
         assert_int_equal(rounded[i], dpl_f32_to_bf16(g[i]));
         assert_int_equal(copy[i], has_copy ? dpl_f32_to_bf16(p[i]) : 0xffff);
         assert_int_equal(sgd_copy[i], has_copy ? dpl_f32_to_bf16(sgd[i]) : 0xffff);
@@ -716,18 +772,28 @@ static void optim_size(size_t n)
 static void optim_case(void)
 {
     static const size_t sizes[] = {0, 1, 15, 1023, 8193, 30011};
-    for (size_t i = 0; i < DPL_COUNT(sizes); i++) optim_size(sizes[i]);
+    for (size_t i = 0; i < DPL_COUNT(sizes); i++)
+        optim_size(sizes[i]);
 }
 
-static void test_optim(void **state) { (void)state, each_way(optim_case); }
+static void test_optim(void **state)
+{
+    (void)state, each_way(optim_case);
+}
 
 // Weight decay reaches every element, gradient or not; an array of zeros with learning rate 0 and
 // the zero padding of a panel stay zero, even with eps 0.
 static void adamw_edge_case(void)
 {
     enum { N = 37 };
-    dpl_adamw a = {.lr = 0.1f, .b1 = 0.9f, .b2 = 0.999f, .eps = 1e-8f, .decay = 0.1f,
-                   .correct1 = 0.1f, .correct2 = 0.001f, .grad_scale = 1};
+    dpl_adamw a = {.lr = 0.1f,
+                   .b1 = 0.9f,
+                   .b2 = 0.999f,
+                   .eps = 1e-8f,
+                   .decay = 0.1f,
+                   .correct1 = 0.1f,
+                   .correct2 = 0.001f,
+                   .grad_scale = 1};
     begin();
     float *g = floats(N), *p = floats_drawn(N, 1), *m = floats(N), *v = floats(N);
     const float *before = floats_copied(p, N);
@@ -735,24 +801,32 @@ static void adamw_edge_case(void)
     dpl_adamw_step(t.ctx, &a, g, N, p, m, v, NULL);
     dpl_ctx_wait(t.ctx);
     for (size_t i = 0; i < N; i++)
-        near((double)p[i], 0.99 * (double)before[i], 2 * U * fabs((double)before[i]), "decay", 0, i);
+        near((double)p[i], 0.99 * (double)before[i], 2 * U * fabs((double)before[i]), "decay", 0,
+             i);
 
-    for (size_t i = 0; i < N; i++) p[i] = 0, g[i] = i % 2 ? 0.0f : 1.0f;
+    for (size_t i = 0; i < N; i++)
+        p[i] = 0, g[i] = i % 2 ? 0.0f : 1.0f;
     a.lr = 0;
     dpl_adamw_step(t.ctx, &a, g, N, p, m, v, NULL);
     dpl_ctx_wait(t.ctx);
-    for (size_t i = 0; i < N; i++) assert_true(p[i] == 0);
+    for (size_t i = 0; i < N; i++)
+        assert_true(p[i] == 0);
     a.lr = 0.1f, a.eps = 0;
     dpl_adamw_step(t.ctx, &a, g, N, p, m, v, NULL);
     settle();
     for (size_t i = 0; i < N; i++) {
-        if (i % 2) assert_true(p[i] == 0 && m[i] == 0 && v[i] == 0);
-        else assert_true(isfinite(p[i]) && p[i] < 0);
+        if (i % 2)
+            assert_true(p[i] == 0 && m[i] == 0 && v[i] == 0);
+        else
+            assert_true(isfinite(p[i]) && p[i] < 0);
     }
     end();
 }
 
-static void test_adamw_edges(void **state) { (void)state, each_way(adamw_edge_case); }
+static void test_adamw_edges(void **state)
+{
+    (void)state, each_way(adamw_edge_case);
+}
 
 // One bad element anywhere shows in the sum of squares, and large ones do not overflow it.
 static void sum_squares_case(void)
@@ -778,14 +852,17 @@ static void sum_squares_case(void)
     end();
 }
 
-static void test_sum_squares_not_finite(void **state) { (void)state, each_way(sum_squares_case); }
+static void test_sum_squares_not_finite(void **state)
+{
+    (void)state, each_way(sum_squares_case);
+}
 
 /* ---- kernels and index widths ------------------------------------------------------------------- */
 
 static void kernel_case(void)
 {
-    static const float special[] = {0,      -0.0f,      1,         -87.5f,   -95,      -103.9f, -104.1f,
-                                    -1e30f, 88.7f,      88.73f,    1e30f,    INFINITY, -INFINITY};
+    static const float special[] = {0,      -0.0f, 1,      -87.5f, -95,      -103.9f,  -104.1f,
+                                    -1e30f, 88.7f, 88.73f, 1e30f,  INFINITY, -INFINITY};
     const dpl_row_kernels *k = &t.ctx->kernels->rows;
     enum { N = 5003 };
     static float x[N], y[N];
@@ -794,7 +871,8 @@ static void kernel_case(void)
     k->exp_sub_sum(x, 0, y, N);
     for (size_t i = 0; i < N; i++) {
         const double want = exp((double)x[i]);
-        if ((float)want == INFINITY) assert_true(y[i] == INFINITY);
+        if ((float)want == INFINITY)
+            assert_true(y[i] == INFINITY);
         else if (!(fabs((double)y[i] - want) <= 4 * U * want + 0x1p-149)) // 2 ulp
             fail_msg("exp(%.9g) = %.9g, want %.9g", (double)x[i], (double)y[i], want);
     }
@@ -808,11 +886,13 @@ static void kernel_case(void)
     memcpy(x, &snan, 4);
     x[1] = INFINITY, x[2] = 3.4e38f, x[3] = -INFINITY;
     k->to_bf16(x, h, 40);
-    for (size_t i = 0; i < 40; i++) assert_int_equal(h[i], dpl_f32_to_bf16(x[i]));
+    for (size_t i = 0; i < 40; i++)
+        assert_int_equal(h[i], dpl_f32_to_bf16(x[i]));
 
     double sum = 0, dot = 0;
     for (size_t n = 0; n < 200; n++) {
-        for (size_t i = 0; i < n; i++) x[i] = (float)draw(), y[i] = (float)draw();
+        for (size_t i = 0; i < n; i++)
+            x[i] = (float)draw(), y[i] = (float)draw();
         double want_sum = 0, want_dot = 0, want_max = -INFINITY;
         for (size_t i = 0; i < n; i++) {
             want_sum += (double)x[i], want_dot += (double)x[i] * (double)y[i];
@@ -825,7 +905,10 @@ static void kernel_case(void)
     }
 }
 
-static void test_kernels(void **state) { (void)state, each_way(kernel_case); }
+static void test_kernels(void **state)
+{
+    (void)state, each_way(kernel_case);
+}
 
 // Rows that start beyond 2^31 elements, in memory that is only touched where it is used.
 static void test_far_rows(void **state)
@@ -835,8 +918,8 @@ static void test_far_rows(void **state)
     const size_t ld = ((size_t)1 << 30) + 64, bytes = ROWS * ld * sizeof(uint16_t);
     void *far[3];
     for (int i = 0; i < 3; i++) {
-        far[i] = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
-                      -1, 0);
+        far[i] = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         if (far[i] == MAP_FAILED) { // An address space limit, not a fault of ours.
             print_message("SKIPPED: no address space of %zu bytes\n", bytes);
             skip();
@@ -847,15 +930,18 @@ static void test_far_rows(void **state)
     const dpl_mat gate_up = {far[0], ld, DPL_BF16}, h = {far[1], ld, DPL_BF16};
     const dpl_mat dgate_up = {far[2], ld, DPL_BF16};
     for (size_t r = 0; r < ROWS; r++)
-        for (size_t c = 0; c < dpl_gate_up_width(F); c++) put(gate_up, r, c, draw());
+        for (size_t c = 0; c < dpl_gate_up_width(F); c++)
+            put(gate_up, r, c, draw());
     dpl_swiglu_forward(t.ctx, gate_up, NULL, ROWS, F, h);
     dpl_swiglu_backward(t.ctx, h, gate_up, NULL, ROWS, F, dgate_up, NULL);
     check_swiglu(gate_up, NULL, h, ROWS, F, h, dgate_up, NULL);
     dpl_add(t.ctx, gate_up, gate_up, ROWS, F, h);
     for (size_t r = 0; r < ROWS; r++)
-        for (size_t c = 0; c < F; c++) assert_true(get(h, r, c) == 2 * get(gate_up, r, c));
+        for (size_t c = 0; c < F; c++)
+            assert_true(get(h, r, c) == 2 * get(gate_up, r, c));
     dpl_ctx_close(&t.ctx);
-    for (int i = 0; i < 3; i++) munmap(far[i], bytes);
+    for (int i = 0; i < 3; i++)
+        munmap(far[i], bytes);
 }
 
 int main(void)

@@ -47,13 +47,15 @@ typedef struct dpl_row_kernels {
                           bool accumulate, float *dx, float *dgain, size_t n);
 
     // Rotation of the pairs (lo[i], hi[i]) or (x[2i], x[2i+1]) by (cos[i], sign * sin[i]).
-    void (*rope_split)(const float *cos, const float *sin, float sign, float *lo, float *hi, size_t n);
+    void (*rope_split)(const float *cos, const float *sin, float sign, float *lo, float *hi,
+                       size_t n);
     void (*rope_pairs)(const float *cos, const float *sin, float sign, float *x, size_t n);
 
     // gate_up: blocks of 16 gate and 16 up columns, whole blocks always. h (f) = silu(g) * u * w
     void (*swiglu_forward)(const float *gate_up, float w, float *h, size_t f);
     // dgate_up, padding 0; returns the sum of dh * silu(g) * u
-    float (*swiglu_backward)(const float *dh, const float *gate_up, float w, float *dgate_up, size_t f);
+    float (*swiglu_backward)(const float *dh, const float *gate_up, float w, float *dgate_up,
+                             size_t f);
 
     void (*adamw)(const dpl_adamw_rule *a, const float *grad, float *param, float *m, float *v,
                   size_t n);

@@ -7,4 +7,7 @@
 // kernels.h declares this, but it needs the other tables' headers too.
 void dpl_row_kernels_avx512(dpl_row_kernels *k);
 
-void dpl_row_kernels_avx512(dpl_row_kernels *k) { fill(k); }
+void dpl_row_kernels_avx512(dpl_row_kernels *k)
+{
+    fill(k);
+}

@@ -27,7 +27,7 @@
 #else
 #define REG_BYTES 16
 #endif
-#define REG (REG_BYTES / 4)   // floats in a register
+#define REG    (REG_BYTES / 4) // floats in a register
 #define N_REGS (LANES / REG)
 typedef float reg __attribute__((vector_size(REG_BYTES)));
 typedef uint32_t reg_u32 __attribute__((vector_size(REG_BYTES)));
@@ -39,7 +39,10 @@ static inline reg load(const float *x)
     return v;
 }
 
-static inline void store(float *x, reg v) { memcpy(x, &v, sizeof v); }
+static inline void store(float *x, reg v)
+{
+    memcpy(x, &v, sizeof v);
+}
 
 static inline uint32_t bits_of(float f)
 {
@@ -68,7 +71,8 @@ static inline float pick(bool yes, float a, float b)
 static inline float fold(const float *lane)
 {
     float t[LANES / 2];
-    for (int i = 0; i < LANES / 2; i++) t[i] = lane[i] + lane[i + LANES / 2];
+    for (int i = 0; i < LANES / 2; i++)
+        t[i] = lane[i] + lane[i + LANES / 2];
     return ((t[0] + t[4]) + (t[2] + t[6])) + ((t[1] + t[5]) + (t[3] + t[7]));
 }
 
@@ -79,9 +83,11 @@ static float row_sum(const float *x, size_t n)
     float lane[LANES];
     size_t i = 0;
     for (; i + LANES <= n; i += LANES)
-        for (int r = 0; r < N_REGS; r++) sum[r] += load(x + i + r * REG);
+        for (int r = 0; r < N_REGS; r++)
+            sum[r] += load(x + i + r * REG);
     memcpy(lane, sum, sizeof lane);
-    for (; i < n; i++) lane[i % LANES] += x[i];
+    for (; i < n; i++)
+        lane[i % LANES] += x[i];
     return fold(lane);
 }
 
@@ -92,9 +98,12 @@ static float row_dot(const float *x, const float *y, size_t n)
     float lane[LANES];
     size_t i = 0;
     for (; i + 2 * LANES <= n; i += 2 * LANES)
-        for (int r = 0; r < 2 * N_REGS; r++) sum[r] += load(x + i + r * REG) * load(y + i + r * REG);
-    for (int r = 0; r < N_REGS; r++) store(lane + r * REG, sum[r] + sum[r + N_REGS]);
-    for (; i < n; i++) lane[i % LANES] += x[i] * y[i];
+        for (int r = 0; r < 2 * N_REGS; r++)
+            sum[r] += load(x + i + r * REG) * load(y + i + r * REG);
+    for (int r = 0; r < N_REGS; r++)
+        store(lane + r * REG, sum[r] + sum[r + N_REGS]);
+    for (; i < n; i++)
+        lane[i % LANES] += x[i] * y[i];
     return fold(lane);
 }
 
@@ -107,7 +116,8 @@ static float row_norm_dot(const float *dy, const float *gain, const float *x, si
         for (int r = 0; r < N_REGS; r++)
             sum[r] += load(dy + i + r * REG) * load(gain + i + r * REG) * load(x + i + r * REG);
     memcpy(lane, sum, sizeof lane);
-    for (; i < n; i++) lane[i % LANES] += dy[i] * gain[i] * x[i];
+    for (; i < n; i++)
+        lane[i % LANES] += dy[i] * gain[i] * x[i];
     return fold(lane);
 }
 
@@ -115,7 +125,8 @@ static float row_max(const float *x, size_t n)
 {
     float lane[4 * REG], max = -INFINITY;
     reg best[4];
-    for (int r = 0; r < 4; r++) best[r] = (reg){0} - INFINITY;
+    for (int r = 0; r < 4; r++)
+        best[r] = (reg){0} - INFINITY;
     size_t i = 0;
     for (; i + 4 * REG <= n; i += 4 * REG)
         for (int r = 0; r < 4; r++) {
@@ -124,8 +135,10 @@ static float row_max(const float *x, size_t n)
             best[r] = (reg)((more & (reg_u32)v) | (~more & (reg_u32)best[r]));
         }
     memcpy(lane, best, sizeof lane);
-    for (int l = 0; l < 4 * REG; l++) max = lane[l] > max ? lane[l] : max;
-    for (; i < n; i++) max = x[i] > max ? x[i] : max;
+    for (int l = 0; l < 4 * REG; l++)
+        max = lane[l] > max ? lane[l] : max;
+    for (; i < n; i++)
+        max = x[i] > max ? x[i] : max;
     return max;
 }
 
@@ -139,8 +152,10 @@ static double row_sum_f64(const float *x, size_t n)
     double t[LANES / 2] = {0};
     size_t i = 0;
     for (; i + LANES / 2 <= n; i += LANES / 2)
-        for (size_t l = 0; l < LANES / 2; l++) t[l] += (double)x[i + l];
-    for (; i < n; i++) t[i % (LANES / 2)] += (double)x[i];
+        for (size_t l = 0; l < LANES / 2; l++)
+            t[l] += (double)x[i + l];
+    for (; i < n; i++)
+        t[i % (LANES / 2)] += (double)x[i];
     return fold_f64(t);
 }
 
@@ -150,8 +165,10 @@ static double row_sum_squares_f64(const float *x, size_t n)
     double t[LANES / 2] = {0};
     size_t i = 0;
     for (; i + LANES / 2 <= n; i += LANES / 2)
-        for (size_t l = 0; l < LANES / 2; l++) t[l] += (double)x[i + l] * (double)x[i + l];
-    for (; i < n; i++) t[i % (LANES / 2)] += (double)x[i] * (double)x[i];
+        for (size_t l = 0; l < LANES / 2; l++)
+            t[l] += (double)x[i + l] * (double)x[i + l];
+    for (; i < n; i++)
+        t[i % (LANES / 2)] += (double)x[i] * (double)x[i];
     return fold_f64(t);
 }
 
@@ -160,18 +177,21 @@ static double row_sum_squares_f64(const float *x, size_t n)
 static void row_axpy(float a, const float *x, float *y, size_t n)
 {
     INDEPENDENT
-    for (size_t i = 0; i < n; i++) y[i] += a * x[i];
+    for (size_t i = 0; i < n; i++)
+        y[i] += a * x[i];
 }
 
 static void row_add(const float *a, const float *b, float *y, size_t n)
 {
     INDEPENDENT
-    for (size_t i = 0; i < n; i++) y[i] = a[i] + b[i];
+    for (size_t i = 0; i < n; i++)
+        y[i] = a[i] + b[i];
 }
 
 static void row_scale(float a, float *x, size_t n)
 {
-    for (size_t i = 0; i < n; i++) x[i] *= a;
+    for (size_t i = 0; i < n; i++)
+        x[i] *= a;
 }
 
 // exp without branches: x = n ln 2 + r, |r| <= ln 2 / 2, a polynomial for e^r, and 2^n in two
@@ -200,7 +220,10 @@ static inline reg exp_reg(reg x)
     return p * (reg)((half - 256 + 127) << 23) * (reg)((k - half - 256 + 127) << 23);
 }
 
-static inline reg sigmoid_reg(reg x) { return 1.0f / (1.0f + exp_reg(-x)); }
+static inline reg sigmoid_reg(reg x)
+{
+    return 1.0f / (1.0f + exp_reg(-x));
+}
 
 static float row_exp_sub_sum(const float *x, float sub, float *y, size_t n)
 {
@@ -217,8 +240,10 @@ static float row_exp_sub_sum(const float *x, float sub, float *y, size_t n)
     if (i < n) {
         float t[LANES] = {0};
         memcpy(t, x + i, (n - i) * sizeof *t);
-        for (int r = 0; r < N_REGS; r++) store(t + r * REG, exp_reg(load(t + r * REG) - sub));
-        for (size_t l = 0; l < n - i; l++) lane[l] += t[l];
+        for (int r = 0; r < N_REGS; r++)
+            store(t + r * REG, exp_reg(load(t + r * REG) - sub));
+        for (size_t l = 0; l < n - i; l++)
+            lane[l] += t[l];
         memcpy(y + i, t, (n - i) * sizeof *t);
     }
     return fold(lane);
@@ -227,7 +252,8 @@ static float row_exp_sub_sum(const float *x, float sub, float *y, size_t n)
 static void row_sigmoid(const float *x, float *y, size_t n)
 {
     size_t i = 0;
-    for (; i + REG <= n; i += REG) store(y + i, sigmoid_reg(load(x + i)));
+    for (; i + REG <= n; i += REG)
+        store(y + i, sigmoid_reg(load(x + i)));
     if (i < n) {
         float t[REG] = {0};
         memcpy(t, x + i, (n - i) * sizeof *t);
@@ -250,7 +276,8 @@ static void row_to_bf16(const float *x, uint16_t *y, size_t n)
 static void row_from_bf16(const uint16_t *x, float *y, size_t n)
 {
     INDEPENDENT
-    for (size_t i = 0; i < n; i++) y[i] = float_of((uint32_t)x[i] << 16);
+    for (size_t i = 0; i < n; i++)
+        y[i] = float_of((uint32_t)x[i] << 16);
 }
 
 /* ---- RMSNorm and RoPE --------------------------------------------------------------------------- */
@@ -258,11 +285,12 @@ static void row_from_bf16(const uint16_t *x, float *y, size_t n)
 static void row_norm_forward(const float *x, const float *gain, float rstd, float *y, size_t n)
 {
     INDEPENDENT
-    for (size_t i = 0; i < n; i++) y[i] = x[i] * rstd * gain[i];
+    for (size_t i = 0; i < n; i++)
+        y[i] = x[i] * rstd * gain[i];
 }
 
-static void row_norm_backward(const float *dy, const float *gain, const float *x, float rstd, float c,
-                              bool accumulate, float *dx, float *dgain, size_t n)
+static void row_norm_backward(const float *dy, const float *gain, const float *x, float rstd,
+                              float c, bool accumulate, float *dx, float *dgain, size_t n)
 {
     if (accumulate) {
         INDEPENDENT
@@ -315,7 +343,8 @@ static inline void swiglu_block(const float *g, float w, float *h)
 static void row_swiglu_forward(const float *gate_up, float w, float *h, size_t f)
 {
     size_t i = 0;
-    for (; i + LANES <= f; i += LANES) swiglu_block(gate_up + 2 * i, w, h + i);
+    for (; i + LANES <= f; i += LANES)
+        swiglu_block(gate_up + 2 * i, w, h + i);
     if (i < f) {
         float t[LANES];
         swiglu_block(gate_up + 2 * i, w, t);
@@ -361,8 +390,8 @@ static float row_swiglu_backward(const float *dh, const float *gate_up, float w,
 /* ---- optimizer ---------------------------------------------------------------------------------- */
 
 // Where all of a gradient's history is 0 the update is the decay alone, even with eps = 0.
-static void row_adamw(const dpl_adamw_rule *rule, const float *grad, float *param, float *m, float *v,
-                      size_t n)
+static void row_adamw(const dpl_adamw_rule *rule, const float *grad, float *param, float *m,
+                      float *v, size_t n)
 {
     const dpl_adamw_rule a = *rule;
     INDEPENDENT

@@ -7,7 +7,7 @@
  */
 #include "cpu/row_io.h"
 
-#define CHUNK ((size_t)8192)    // elements: 128 KB of parameter, gradient and moments
+#define CHUNK    ((size_t)8192) // elements: 128 KB of parameter, gradient and moments
 #define PARTIALS ((size_t)1024) // of a sum, at most
 
 typedef struct update_args {
@@ -80,8 +80,8 @@ static void run_sgd(dpl_ctx *ctx, const void *args)
     dpl_ctx_rows(ctx, a.n, CHUNK, sgd_chunk, &a);
 }
 
-void dpl_sgd_step(dpl_ctx *ctx, float lr, float grad_scale, const float *grad, size_t n, float *param,
-                  uint16_t *copy)
+void dpl_sgd_step(dpl_ctx *ctx, float lr, float grad_scale, const float *grad, size_t n,
+                  float *param, uint16_t *copy)
 {
     const update_args args = {.rule = {.lr = lr, .grad_scale = grad_scale},
                               .grad = grad,
@@ -131,8 +131,8 @@ static void sum_chunk(void *p, size_t first, size_t count, size_t i_chunk, int i
     sum_job *job = p;
     const float *x = job->args->x + first;
     (void)i_thread;
-    job->partial[i_chunk] =
-        job->args->squares ? job->k->sum_squares_f64(x, count) : job->k->sum_f64(x, count);
+    job->partial[i_chunk] = job->args->squares ? job->k->sum_squares_f64(x, count)
+                                               : job->k->sum_f64(x, count);
 }
 
 static void run_sum(dpl_ctx *ctx, const void *args)
@@ -144,7 +144,8 @@ static void run_sum(dpl_ctx *ctx, const void *args)
     const size_t chunk = DPL_MAX(CHUNK, dpl_div_up(a->n, PARTIALS));
     dpl_ctx_rows(ctx, a->n, chunk, sum_chunk, &job);
     double sum = 0;
-    for (size_t i = 0; i < dpl_div_up(a->n, chunk); i++) sum += job.partial[i];
+    for (size_t i = 0; i < dpl_div_up(a->n, chunk); i++)
+        sum += job.partial[i];
     *a->out = sum;
 }
 

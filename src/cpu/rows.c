@@ -9,10 +9,16 @@
 
 #include "cpu/row_io.h"
 
-static const dpl_row_kernels *kernels_of(const dpl_ctx *ctx) { return &ctx->kernels->rows; }
+static const dpl_row_kernels *kernels_of(const dpl_ctx *ctx)
+{
+    return &ctx->kernels->rows;
+}
 
 // Columns of the block that starts at `col`.
-static size_t block_cols(size_t col, size_t d) { return DPL_MIN((size_t)DPL_ROW_BLOCK, d - col); }
+static size_t block_cols(size_t col, size_t d)
+{
+    return DPL_MIN((size_t)DPL_ROW_BLOCK, d - col);
+}
 
 // An output is listed for poisoning unless the operator also reads it.
 static dpl_span span_unless(bool is_read, dpl_mat m, size_t n_rows, size_t d)
@@ -64,17 +70,21 @@ static void run_norm_forward(dpl_ctx *ctx, const void *args)
     dpl_ctx_rows(ctx, a.n_rows, dpl_row_grain(a.d * 4), norm_forward_rows, &a);
 }
 
-void dpl_rmsnorm_forward(dpl_ctx *ctx, dpl_mat x, const float *gain, size_t n_rows, size_t d, float eps,
-                         dpl_mat y, float *rstd)
+void dpl_rmsnorm_forward(dpl_ctx *ctx, dpl_mat x, const float *gain, size_t n_rows, size_t d,
+                         float eps, dpl_mat y, float *rstd)
 {
     const norm_args args = {
         .x = x, .y = y, .gain = gain, .rstd_out = rstd, .n_rows = n_rows, .d = d, .eps = eps};
-    const dpl_span outputs[] = {span_unless(y.p == x.p, y, n_rows, d), {rstd, n_rows * sizeof *rstd}};
+    const dpl_span outputs[] = {span_unless(y.p == x.p, y, n_rows, d),
+                                {rstd, n_rows * sizeof *rstd}};
     dpl_ctx_submit(ctx, run_norm_forward, &args, sizeof args, outputs, DPL_COUNT(outputs));
 }
 
 // At most 64 chunks, so that the partial sums of dgain stay small beside the rows.
-static size_t norm_grain(size_t n_rows) { return DPL_MAX(4, dpl_div_up(n_rows, 64)); }
+static size_t norm_grain(size_t n_rows)
+{
+    return DPL_MAX(4, dpl_div_up(n_rows, 64));
+}
 
 static void norm_backward_row(const norm_args *a, size_t row, float *dgain)
 {
@@ -94,7 +104,8 @@ static void norm_backward_row(const norm_args *a, size_t row, float *dgain)
         const float *x = dpl_row_load(a->k, dpl_mat_at(a->x, 0, col), row, n, buf);
         const float *dy = dpl_row_load(a->k, dpl_mat_at(a->dy, 0, col), row, n, dy_buf);
         float *dx = dpl_row_target(to, row, buf);
-        a->k->norm_backward(dy, a->gain + col, x, a->rstd[row], c, a->accumulate, dx, dgain + col, n);
+        a->k->norm_backward(dy, a->gain + col, x, a->rstd[row], c, a->accumulate, dx, dgain + col,
+                            n);
         dpl_row_store(a->k, to, row, dx, n);
     }
 }
@@ -105,7 +116,8 @@ static void norm_backward_rows(void *p, size_t first, size_t count, size_t i_chu
     (void)i_thread;
     float *dgain = a->partial + i_chunk * a->d;
     memset(dgain, 0, a->d * sizeof *dgain);
-    for (size_t row = first; row < first + count; row++) norm_backward_row(a, row, dgain);
+    for (size_t row = first; row < first + count; row++)
+        norm_backward_row(a, row, dgain);
 }
 
 static void add_partials(void *p, size_t first, size_t count, size_t i_chunk, int i_thread)
@@ -158,7 +170,8 @@ typedef struct rope_args {
 } rope_args;
 
 // Blocks of pairs, so that heads of any width fit the buffers.
-static void rope_head(const rope_args *a, dpl_mat head, size_t row, const float *cos, const float *sin)
+static void rope_head(const rope_args *a, dpl_mat head, size_t row, const float *cos,
+                      const float *sin)
 {
     const size_t half = a->rope.d_rope / 2, block = DPL_ROW_BLOCK / 2;
     float buf[DPL_ROW_BLOCK];
@@ -205,7 +218,8 @@ static void run_rope(dpl_ctx *ctx, const void *args)
 
 void dpl_rope_apply(dpl_ctx *ctx, const dpl_rope *rope, size_t n_rows, bool inverse, dpl_mat x)
 {
-    const rope_args args = {.rope = *rope, .x = x, .n_rows = n_rows, .sign = inverse ? -1.0f : 1.0f};
+    const rope_args args = {
+        .rope = *rope, .x = x, .n_rows = n_rows, .sign = inverse ? -1.0f : 1.0f};
     dpl_ctx_submit(ctx, run_rope, &args, sizeof args, NULL, 0);
 }
 
@@ -246,8 +260,8 @@ static void run_swiglu_forward(dpl_ctx *ctx, const void *args)
     dpl_ctx_rows(ctx, a.n_rows, dpl_row_grain(a.f * 8), swiglu_forward_rows, &a);
 }
 
-void dpl_swiglu_forward(dpl_ctx *ctx, dpl_mat gate_up, const float *row_weight, size_t n_rows, size_t f,
-                        dpl_mat h)
+void dpl_swiglu_forward(dpl_ctx *ctx, dpl_mat gate_up, const float *row_weight, size_t n_rows,
+                        size_t f, dpl_mat h)
 {
     const swiglu_args args = {
         .gate_up = gate_up, .row_weight = row_weight, .n_rows = n_rows, .f = f, .h = h};
@@ -264,10 +278,11 @@ static void swiglu_backward_rows(void *p, size_t first, size_t count, size_t i_c
         const float w = a->row_weight ? a->row_weight[row] : 1.0f;
         double dw = 0;
         for (size_t col = 0; col < a->f; col += SWIGLU_BLOCK) {
-            const size_t n = DPL_MIN((size_t)SWIGLU_BLOCK, a->f - col), width = dpl_gate_up_width(n);
+            const size_t n = DPL_MIN((size_t)SWIGLU_BLOCK, a->f - col),
+                         width = dpl_gate_up_width(n);
             const dpl_mat to = dpl_mat_at(a->dgate_up, 0, 2 * col);
-            const float *gate_up =
-                dpl_row_load(a->k, dpl_mat_at(a->gate_up, 0, 2 * col), row, width, buf);
+            const float *gate_up = dpl_row_load(a->k, dpl_mat_at(a->gate_up, 0, 2 * col), row,
+                                                width, buf);
             const float *dh = dpl_row_load(a->k, dpl_mat_at(a->dh, 0, col), row, n, dh_buf);
             float *dgate_up = dpl_row_target(to, row, buf);
             dw += (double)a->k->swiglu_backward(dh, gate_up, w, dgate_up, n);
@@ -409,7 +424,10 @@ static size_t embed_index(const embed_args *a, int32_t id, size_t *stride)
 }
 
 // An id outside the table is a row of zeros without a gradient.
-static bool in_table(const embed_args *a, int32_t id) { return id >= 0 && (size_t)id < a->v; }
+static bool in_table(const embed_args *a, int32_t id)
+{
+    return id >= 0 && (size_t)id < a->v;
+}
 
 static void embed_forward_rows(void *p, size_t first, size_t count, size_t i_chunk, int i_thread)
 {
@@ -426,9 +444,11 @@ static void embed_forward_rows(void *p, size_t first, size_t count, size_t i_chu
             } else {
                 size_t stride;
                 const float *from = a->table + embed_index(a, id, &stride) + col * stride;
-                if (stride == 1) x = from;
+                if (stride == 1)
+                    x = from;
                 else
-                    for (size_t i = 0; i < n; i++) buf[i] = from[i * stride];
+                    for (size_t i = 0; i < n; i++)
+                        buf[i] = from[i * stride];
             }
             dpl_row_store(a->k, dpl_mat_at(a->y, 0, col), row, x, n);
         }
@@ -442,8 +462,8 @@ static void run_embed_forward(dpl_ctx *ctx, const void *args)
     dpl_ctx_rows(ctx, a.n_rows, dpl_row_grain(a.d * 4), embed_forward_rows, &a);
 }
 
-void dpl_embed_forward(dpl_ctx *ctx, const float *table, bool in_panels, const int32_t *ids, size_t n_rows,
-                       size_t v, size_t d, dpl_mat y)
+void dpl_embed_forward(dpl_ctx *ctx, const float *table, bool in_panels, const int32_t *ids,
+                       size_t n_rows, size_t v, size_t d, dpl_mat y)
 {
     const embed_args args = {.table = table,
                              .in_panels = in_panels,
@@ -476,7 +496,8 @@ static void embed_backward_cols(void *p, size_t first, size_t count, size_t i_ch
         if (stride == 1)
             a->k->add(to, dy, to, count);
         else
-            for (size_t i = 0; i < count; i++) to[i * stride] += dy[i];
+            for (size_t i = 0; i < count; i++)
+                to[i * stride] += dy[i];
     }
 }
 
@@ -550,7 +571,8 @@ static void xent_row(const xent_args *a, size_t row)
 static void xent_rows(void *p, size_t first, size_t count, size_t i_chunk, int i_thread)
 {
     (void)i_chunk, (void)i_thread;
-    for (size_t row = first; row < first + count; row++) xent_row(p, row);
+    for (size_t row = first; row < first + count; row++)
+        xent_row(p, row);
 }
 
 static void run_xent(dpl_ctx *ctx, const void *args)
@@ -560,8 +582,8 @@ static void run_xent(dpl_ctx *ctx, const void *args)
     dpl_ctx_rows(ctx, a.n_rows, dpl_row_grain(a.v * 4), xent_rows, &a);
 }
 
-void dpl_xent(dpl_ctx *ctx, float *logits, size_t ld, const int32_t *targets, size_t n_rows, size_t v,
-              float z, float dscale, float *loss, float *zloss)
+void dpl_xent(dpl_ctx *ctx, float *logits, size_t ld, const int32_t *targets, size_t n_rows,
+              size_t v, float z, float dscale, float *loss, float *zloss)
 {
     const xent_args args = {.logits = logits,
                             .ld = ld,
