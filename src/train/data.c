@@ -1,0 +1,352 @@
+// data.c - batches: windows of a token stream in a shuffled order, or one fixed batch.
+//
+// A window holds S tokens and the token that follows each; windows do not overlap, so every token is predicted once in
+// an epoch. The order of an epoch is a keyed permutation that is computed, not stored: a position is all that a
+// checkpoint needs to go on. The last part of the tokens is kept for evaluation unless it has data of its own.
+#include <math.h>
+#include <stdio.h>
+
+#include "train/train.h"
+
+typedef struct span {    // tokens that windows do not reach across
+    uint64_t first, end; // in the source
+    uint64_t windows_before;
+} span;
+
+typedef struct token_set {
+    const dpl_source *source; // NULL: no data
+    span *spans;
+    size_t n_spans;
+    uint64_t n_windows;
+} token_set;
+
+struct dpl_data {
+    const dpl_options *o;
+    dpl_source *source, *eval_source;
+    token_set train, eval;
+    dpl_tokens fixed, eval_fixed; // n_batch 0: not a fixed batch
+    int32_t *window;              // S + 1 tokens
+};
+
+dpl_status dpl_tokens_alloc(size_t n_batch, size_t n_seq, dpl_tokens *tokens)
+{
+    const size_t n = n_batch * n_seq;
+    int32_t *all = dpl_alloc_array(n, 4 * sizeof *all);
+    if (!all) return dpl_fail(DPL_ENOMEM, "no memory for a batch of %zu tokens", n);
+    *tokens = (dpl_tokens){n_batch, n_seq, all, all + n, all + 2 * n, all + 3 * n};
+    return DPL_OK;
+}
+
+void dpl_tokens_free(dpl_tokens *tokens)
+{
+    dpl_free(tokens->ids);
+    *tokens = (dpl_tokens){0};
+}
+
+void dpl_tokens_copy_row(const dpl_tokens *from, size_t from_row, dpl_tokens *to, size_t to_row)
+{
+    const size_t n = to->n_seq, bytes = n * sizeof(int32_t);
+    memcpy(to->ids + to_row * n, from->ids + from_row * n, bytes);
+    memcpy(to->targets + to_row * n, from->targets + from_row * n, bytes);
+    memcpy(to->segment + to_row * n, from->segment + from_row * n, bytes);
+    memcpy(to->position + to_row * n, from->position + from_row * n, bytes);
+}
+
+/* ---- the order of an epoch ---- */
+
+// A four-round Feistel network on an even number of bits is a permutation of 0 .. 4^k - 1; a value past n - 1 is sent
+// through again until it falls inside, which keeps it a permutation of 0 .. n - 1.
+uint64_t dpl_shuffle(uint64_t n, uint64_t seed, uint64_t epoch, uint64_t i)
+{
+    int half = 1;
+    while (half < 32 && (UINT64_C(1) << 2 * half) < n)
+        half++;
+    const uint64_t mask = (UINT64_C(1) << half) - 1;
+    do {
+        uint64_t left = i >> half, right = i & mask;
+        for (uint64_t round = 0; round < 4; round++) {
+            const uint64_t mixed = left ^ (dpl_rng_u64(seed, epoch * 4 + round, right) & mask);
+            left = right;
+            right = mixed;
+        }
+        i = left << half | right;
+    } while (i >= n);
+    return i;
+}
+
+/* ---- windows ---- */
+
+static uint64_t count_windows(uint64_t n_tokens, uint64_t n_seq)
+{
+    return n_tokens > 1 ? (n_tokens - 2) / n_seq + 1 : 0;
+}
+
+// The tokens first .. end-1: one span, or with packing=false one for each document.
+static dpl_status open_set(const dpl_options *o, const dpl_source *source, uint64_t first,
+                           uint64_t end, token_set *set)
+{
+    const size_t from = o->packing ? 0 : dpl_source_document_of(source, first);
+    const size_t to = o->packing ? 1 : dpl_source_document_of(source, end - 1) + 1;
+    set->spans = dpl_alloc_array(to - from, sizeof *set->spans);
+    if (!set->spans)
+        return dpl_fail(DPL_ENOMEM, "no memory for a list of %zu documents", to - from);
+    for (size_t i = from; i < to; i++) {
+        span s = {first, end, set->n_windows};
+        if (!o->packing) {
+            s.first = DPL_MAX(first, dpl_source_document(source, i));
+            s.end = DPL_MIN(end, dpl_source_document(source, i + 1));
+        }
+        const uint64_t n = s.end > s.first
+                               ? count_windows(s.end - s.first, (uint64_t)o->max_target_length)
+                               : 0;
+        if (n == 0) continue; // a single token predicts nothing
+        set->spans[set->n_spans++] = s;
+        set->n_windows += n;
+    }
+    set->source = source;
+    return DPL_OK;
+}
+
+// Documents of a window become segments 1, 2, ..; positions count from the document's, or the window's, start.
+static void fill_window(const dpl_data *data, const token_set *set, uint64_t window,
+                        dpl_tokens *tokens, size_t row)
+{
+    const size_t S = tokens->n_seq, at = row * S;
+    size_t low = 0, high = set->n_spans;
+    while (high - low > 1) {
+        const size_t middle = (low + high) / 2;
+        if (set->spans[middle].windows_before <= window)
+            low = middle;
+        else
+            high = middle;
+    }
+    const span *s = &set->spans[low];
+    const uint64_t first = s->first + (window - s->windows_before) * S;
+    const size_t n = (size_t)DPL_MIN((uint64_t)S,
+                                     s->end - first - 1); // tokens that have a next one
+    dpl_source_read(set->source, first, n + 1, data->window);
+    size_t document = dpl_source_document_of(set->source, first);
+    uint64_t border = dpl_source_document(set->source, document + 1);
+    int32_t segment = 1, position = 0;
+    for (size_t i = 0; i < S; i++) {
+        const bool real = i < n;
+        while (real && !data->o->attend_across_documents && first + i >= border) {
+            border = dpl_source_document(set->source, ++document + 1);
+            segment += position > 0;
+            position = 0;
+        }
+        const bool next = real && (data->o->attend_across_documents || first + i + 1 < border);
+        tokens->ids[at + i] = real ? data->window[i] : 0;
+        tokens->targets[at + i] = next ? data->window[i + 1] : -1;
+        tokens->segment[at + i] = real ? segment : 0;
+        tokens->position[at + i] = real ? position++ : 0;
+    }
+}
+
+static void blank_row(dpl_tokens *tokens, size_t row)
+{
+    for (size_t i = row * tokens->n_seq; i < (row + 1) * tokens->n_seq; i++) {
+        tokens->ids[i] = tokens->segment[i] = tokens->position[i] = 0;
+        tokens->targets[i] = -1;
+    }
+}
+
+uint64_t dpl_data_samples(const dpl_data *data, bool eval)
+{
+    if (data->fixed.n_batch)
+        return eval && data->eval_fixed.n_batch ? data->eval_fixed.n_batch : data->fixed.n_batch;
+    return eval ? data->eval.n_windows : data->train.n_windows;
+}
+
+void dpl_data_train(const dpl_data *data, uint64_t position, dpl_tokens *tokens)
+{
+    const uint64_t n = dpl_data_samples(data, false);
+    if (data->o->reuse_example_batch) position = 0;
+    for (size_t row = 0; row < tokens->n_batch; row++, position++) {
+        uint64_t sample = position % n;
+        if (data->fixed.n_batch) {
+            dpl_tokens_copy_row(&data->fixed, (size_t)sample, tokens, row);
+            continue;
+        }
+        if (data->o->enable_data_shuffling)
+            sample = dpl_shuffle(n, (uint64_t)data->o->data_shuffle_seed, position / n, sample);
+        fill_window(data, &data->train, sample, tokens, row);
+    }
+}
+
+void dpl_data_eval(const dpl_data *data, uint64_t first, dpl_tokens *tokens)
+{
+    const dpl_tokens *fixed = data->eval_fixed.n_batch ? &data->eval_fixed : &data->fixed;
+    for (size_t row = 0; row < tokens->n_batch; row++) {
+        if (first + row >= dpl_data_samples(data, true))
+            blank_row(tokens, row);
+        else if (fixed->n_batch)
+            dpl_tokens_copy_row(fixed, (size_t)(first + row), tokens, row);
+        else
+            fill_window(data, &data->eval, first + row, tokens, row);
+    }
+}
+
+/* ---- fixed batches ---- */
+
+static dpl_status fill_synthetic(const dpl_options *o, size_t n_batch, size_t vocab,
+                                 dpl_tokens *batch)
+{
+    DPL_TRY(dpl_tokens_alloc(n_batch, (size_t)o->max_target_length, batch));
+    const size_t S = batch->n_seq;
+    for (size_t i = 0; i < n_batch * S; i++) {
+        const uint64_t at = i / S * (S + 1) + i % S, seed = (uint64_t)o->data_shuffle_seed;
+        batch->ids[i] = (int32_t)(dpl_rng_u64(seed, 0, at) % vocab);
+        batch->targets[i] = (int32_t)(dpl_rng_u64(seed, 0, at + 1) % vocab);
+        batch->segment[i] = 1;
+        batch->position[i] = (int32_t)(i % S);
+    }
+    return DPL_OK;
+}
+
+// One (B, S) tensor of integers low .. high; `must` false: absent is fine and leaves `values` alone.
+static dpl_status read_plane(const dpl_st_file *file, const char *name, bool must, int64_t low,
+                             int64_t high, size_t n_seq, size_t *n_batch, int64_t *values)
+{
+    const dpl_st_tensor *t = dpl_st_find(file, name);
+    const char *path = dpl_st_path(file);
+    if (!t && !must) return DPL_OK;
+    if (!t) return dpl_fail(DPL_EFORMAT, "%s: tensor \"%s\" is missing", path, name);
+    if (t->rank != 2 || (size_t)t->shape[1] != n_seq ||
+        (*n_batch && (size_t)t->shape[0] != *n_batch))
+        return dpl_fail(
+            DPL_EINVAL,
+            "%s: tensor \"%s\" has %d dimensions, the last of %lld, expected (%zu, %zu): the "
+            "global batch by max_target_length",
+            path, name, t->rank, (long long)t->shape[t->rank > 0 ? t->rank - 1 : 0], *n_batch,
+            n_seq);
+    *n_batch = (size_t)t->shape[0];
+    if (!values) return DPL_OK;
+    const dpl_status status = dpl_st_read_i64(t, 0, *n_batch * n_seq, values);
+    if (status != DPL_OK) return dpl_fail_in(status, "%s", path);
+    for (size_t i = 0; i < *n_batch * n_seq; i++)
+        if (values[i] < low || values[i] > high)
+            return dpl_fail(DPL_EFORMAT,
+                            "%s: tensor \"%s\" has %lld at element %zu, expected %lld to %lld",
+                            path, name, (long long)values[i], i, (long long)low, (long long)high);
+    return DPL_OK;
+}
+
+// MaxText's batch: a target counts where targets_segmentation is not 0.
+static dpl_status read_planes(const dpl_st_file *file, size_t n_seq, size_t vocab, size_t n_batch,
+                              int64_t *values, dpl_tokens *b)
+{
+    const size_t n = n_batch * n_seq;
+    const int64_t max_id = (int64_t)vocab - 1;
+    DPL_TRY(read_plane(file, "inputs", true, 0, max_id, n_seq, &n_batch, values));
+    for (size_t i = 0; i < n; i++)
+        b->ids[i] = (int32_t)values[i];
+    DPL_TRY(read_plane(file, "targets", true, -1, max_id, n_seq, &n_batch, values));
+    for (size_t i = 0; i < n; i++)
+        b->targets[i] = (int32_t)values[i];
+    for (size_t i = 0; i < n; i++)
+        values[i] = 1;
+    DPL_TRY(read_plane(file, "targets_segmentation", false, 0, INT32_MAX, n_seq, &n_batch, values));
+    for (size_t i = 0; i < n; i++)
+        if (values[i] == 0) b->targets[i] = -1;
+    for (size_t i = 0; i < n; i++)
+        values[i] = 1;
+    DPL_TRY(read_plane(file, "inputs_segmentation", false, 0, INT32_MAX, n_seq, &n_batch, values));
+    for (size_t i = 0; i < n; i++)
+        b->segment[i] = (int32_t)values[i];
+    for (size_t i = 0; i < n; i++)
+        values[i] = (int64_t)(i % n_seq);
+    DPL_TRY(read_plane(file, "inputs_position", false, 0, INT32_MAX, n_seq, &n_batch, values));
+    for (size_t i = 0; i < n; i++) {
+        b->position[i] = (int32_t)values[i];
+        if (b->segment[i] == 0) b->targets[i] = -1; // padding predicts nothing
+    }
+    return DPL_OK;
+}
+
+static dpl_status read_batch(const char *path, size_t n_batch, size_t n_seq, size_t vocab,
+                             dpl_tokens *batch)
+{
+    dpl_st_file *file;
+    int64_t *values = NULL;
+    DPL_TRY(dpl_st_open(path, &file));
+    dpl_status status = read_plane(file, "inputs", true, 0, 0, n_seq, &n_batch, NULL);
+    if (status == DPL_OK && n_batch == 0)
+        status = dpl_fail(DPL_EINVAL, "%s: the batch is empty", path);
+    if (status == DPL_OK) status = dpl_tokens_alloc(n_batch, n_seq, batch);
+    if (status == DPL_OK) {
+        values = dpl_alloc_array(n_batch * n_seq, sizeof *values);
+        status = values ? read_planes(file, n_seq, vocab, n_batch, values, batch)
+                        : dpl_fail(DPL_ENOMEM, "no memory for the batch of %s", path);
+    }
+    dpl_free(values);
+    dpl_st_close(&file);
+    return status;
+}
+
+/* ---- open and close ---- */
+
+static dpl_status open_streams(dpl_data *data, size_t vocab)
+{
+    const dpl_options *o = data->o;
+    const dpl_source_kind kind = dpl_is(o->dataset_type, "text") ? DPL_SOURCE_TEXT : DPL_SOURCE_BIN;
+    DPL_TRY(
+        dpl_source_open(o->dataset_path, kind, (int)o->dataset_token_bytes, vocab, &data->source));
+    const uint64_t n = dpl_source_tokens(data->source);
+    uint64_t n_eval = (uint64_t)floor((double)n * o->eval_split_fraction);
+    if (o->eval_dataset_path[0]) {
+        DPL_TRY(dpl_source_open(o->eval_dataset_path, kind, (int)o->dataset_token_bytes, vocab,
+                                &data->eval_source));
+        DPL_TRY(
+            open_set(o, data->eval_source, 0, dpl_source_tokens(data->eval_source), &data->eval));
+        n_eval = 0;
+    } else if (n_eval > 0) {
+        DPL_TRY(open_set(o, data->source, n - n_eval, n, &data->eval));
+    }
+    DPL_TRY(open_set(o, data->source, 0, n - n_eval, &data->train));
+    if (data->train.n_windows > 0) return DPL_OK;
+    return dpl_fail(
+        DPL_EINVAL,
+        "%s: %llu tokens are left for training, in documents of one; expected two at least",
+        o->dataset_path, (unsigned long long)(n - n_eval));
+}
+
+dpl_status dpl_data_open(const dpl_options *o, size_t n_batch, size_t vocab, dpl_data **data_out)
+{
+    dpl_data *data = dpl_alloc(sizeof *data);
+    const size_t n_seq = (size_t)o->max_target_length;
+    if (!data) return dpl_fail(DPL_ENOMEM, "no memory for the data");
+    data->o = o;
+    data->window = dpl_alloc_array(n_seq + 1, sizeof *data->window);
+    dpl_status status = data->window
+                            ? DPL_OK
+                            : dpl_fail(DPL_ENOMEM, "no memory for a window of %zu tokens", n_seq);
+    if (status == DPL_OK && dpl_is(o->dataset_type, "synthetic")) {
+        status = fill_synthetic(o, n_batch, vocab, &data->fixed);
+    } else if (status == DPL_OK && dpl_is(o->dataset_type, "safetensors")) {
+        status = read_batch(o->dataset_path, n_batch, n_seq, vocab, &data->fixed);
+        if (status == DPL_OK && o->eval_dataset_path[0])
+            status = read_batch(o->eval_dataset_path, 0, n_seq, vocab, &data->eval_fixed);
+    } else if (status == DPL_OK) {
+        status = open_streams(data, vocab);
+    }
+    if (status != DPL_OK)
+        dpl_data_close(&data);
+    else
+        *data_out = data;
+    return status;
+}
+
+void dpl_data_close(dpl_data **data)
+{
+    if (!data || !*data) return;
+    dpl_free((*data)->train.spans);
+    dpl_free((*data)->eval.spans);
+    dpl_free((*data)->window);
+    dpl_tokens_free(&(*data)->fixed);
+    dpl_tokens_free(&(*data)->eval_fixed);
+    dpl_source_close(&(*data)->source);
+    dpl_source_close(&(*data)->eval_source);
+    dpl_free(*data);
+    *data = NULL;
+}

@@ -1,0 +1,163 @@
+// step.c - one optimizer step over the global batch, and one evaluation.
+//
+// The number of loss tokens of the whole batch is known before the first micro-batch runs, so each micro-batch's
+// gradients have their final scale: the result is the same however the batch is split. Nothing of the trainer's state
+// changes before every loss and gradient is known to be finite.
+#include <math.h>
+
+#include "train/train.h"
+
+static dpl_batch batch_of(const dpl_tokens *t)
+{
+    return (dpl_batch){t->n_batch, t->n_seq, t->ids, t->targets, t->segment, t->position};
+}
+
+static double count_targets(const dpl_tokens *t)
+{
+    size_t n = 0;
+    for (size_t i = 0; i < t->n_batch * t->n_seq; i++)
+        n += t->targets[i] >= 0;
+    return (double)n;
+}
+
+static size_t count_elems(const dpl_model *model)
+{
+    const dpl_model_config *c = &model->config;
+    return (c->n_layers + c->n_mtp) * c->n_experts;
+}
+
+// The sums of all micro-batches, auxiliary losses averaged by their loss tokens. The part of the batch that has no
+// loss token contributes nothing.
+static dpl_status run_micros(dpl_trainer *t, dpl_loss_sums *sums)
+{
+    const size_t n_micros = (size_t)t->o->gradient_accumulation_steps;
+    const dpl_batch batch = batch_of(&t->batch), micro = batch_of(&t->micro);
+    const double n_tokens = count_targets(&t->batch);
+    const double n_mtp = dpl_batch_mtp_tokens(&t->model->config, &batch);
+    const double mtp_scale = n_mtp > 0 ? t->rule.mtp_weight / n_mtp : 0;
+    *sums = (dpl_loss_sums){.n_tokens = n_tokens, .mtp_tokens = n_mtp};
+    for (size_t j = 0; j < n_micros; j++) {
+        for (size_t row = 0; row < t->micro.n_batch; row++) // strided, as MaxText splits
+            dpl_tokens_copy_row(&t->batch, j + row * n_micros, &t->micro, row);
+        const double part = n_tokens > 0 ? count_targets(&t->micro) / n_tokens : 0;
+        dpl_loss_sums s;
+        DPL_TRY(dpl_model_train_micro(t->model, &micro, &t->rule, n_tokens > 0 ? 1 / n_tokens : 0,
+                                      mtp_scale, part, &s));
+        sums->xent += s.xent;
+        sums->z += s.z;
+        sums->mtp_xent += s.mtp_xent;
+        sums->balance += part * s.balance;
+        sums->router_z += part * s.router_z;
+    }
+    return DPL_OK;
+}
+
+static void fill_losses(const dpl_trainer *t, const dpl_loss_sums *s, dpl_step_metrics *m)
+{
+    const double n = s->n_tokens;
+    m->total_weights = n;
+    m->lm_loss = n > 0 ? (s->xent + s->z) / n : 0;
+    m->z_loss = n > 0 ? s->z / n : 0;
+    m->mtp_loss = s->mtp_tokens > 0 ? t->rule.mtp_weight * s->mtp_xent / s->mtp_tokens : 0;
+    m->moe_lb_loss = s->balance;
+    m->router_z_loss = s->router_z;
+    m->loss = m->lm_loss + m->mtp_loss + m->moe_lb_loss + m->router_z_loss;
+    m->perplexity = exp(m->lm_loss);
+}
+
+// The busiest expert's tokens over the mean, in the layer where that is worst.
+static double load_max_over_mean(const dpl_model *model)
+{
+    const size_t E = model->config.n_experts;
+    double worst = 0;
+    for (size_t at = 0; at < count_elems(model); at += E) {
+        int64_t most = 0, all = 0;
+        for (size_t e = 0; e < E; e++) {
+            most = DPL_MAX(most, model->counts[at + e]);
+            all += model->counts[at + e];
+        }
+        if (all > 0) worst = DPL_MAX(worst, (double)most * (double)E / (double)all);
+    }
+    return worst;
+}
+
+static void fill_speed(const dpl_trainer *t, double seconds, dpl_step_metrics *m)
+{
+    const double *phase = t->ctx->phase_s;
+    m->seconds = seconds;
+    m->tflops_per_device = t->step_flops / seconds * 1e-12;
+    m->tokens_per_s_per_device = (double)(t->batch.n_batch * t->batch.n_seq) / seconds;
+    m->mfu = t->peak_flops > 0 ? t->step_flops / seconds / t->peak_flops : 0;
+    m->gmm_ms = 1e3 * phase[DPL_PHASE_GMM];
+    m->dispatch_ms = 1e3 * phase[DPL_PHASE_DISPATCH];
+    m->combine_ms = 1e3 * phase[DPL_PHASE_COMBINE];
+    m->load_max_over_mean = load_max_over_mean(t->model);
+}
+
+// From the gradients to new weights and biases.
+static dpl_status update(dpl_trainer *t, dpl_step_metrics *m)
+{
+    DPL_TRY(dpl_optimizer_norm(t->optimizer, &m->raw_grad_norm));
+    const double clip = t->o->gradient_clipping_threshold;
+    const double scale = clip > 0 && m->raw_grad_norm >= clip ? clip / m->raw_grad_norm : 1;
+    m->grad_norm = m->raw_grad_norm * scale;
+    dpl_optimizer_apply(t->optimizer, m->learning_rate, scale);
+    if (t->o->routed_bias_update_rate > 0 && t->model->config.routed_bias)
+        dpl_model_update_bias(t->model, t->o->routed_bias_update_rate);
+    dpl_ctx_wait(t->ctx);
+    return DPL_OK;
+}
+
+dpl_status dpl_trainer_step(dpl_trainer *t, dpl_step_metrics *metrics_out)
+{
+    if (!t || !metrics_out) return dpl_fail(DPL_EINVAL, "dpl_trainer_step: an argument is NULL");
+    const double start = dpl_now();
+    dpl_step_metrics m = {.step = t->step,
+                          .learning_rate = dpl_schedule_rate(&t->schedule, t->step)};
+    dpl_loss_sums sums;
+    memset(t->ctx->phase_s, 0, sizeof t->ctx->phase_s);
+    memset(t->model->counts, 0, count_elems(t->model) * sizeof *t->model->counts);
+    dpl_data_train(t->data, t->position, &t->batch);
+    dpl_model_zero_grads(t->model);
+    dpl_status status = run_micros(t, &sums);
+    if (status == DPL_OK) {
+        fill_losses(t, &sums, &m);
+        if (!isfinite(m.loss)) status = dpl_fail(DPL_ENUMERIC, "the loss is not finite");
+    }
+    const dpl_phase before = dpl_ctx_phase(t->ctx, DPL_PHASE_OPTIMIZER);
+    if (status == DPL_OK) status = update(t, &m);
+    dpl_ctx_phase(t->ctx, before);
+    if (status != DPL_OK) return dpl_fail_in(status, "step %lld", (long long)t->step);
+    t->position += t->batch.n_batch;
+    t->step++;
+    fill_speed(t, dpl_now() - start, &m);
+    *metrics_out = m;
+    return DPL_OK;
+}
+
+dpl_status dpl_trainer_evaluate(dpl_trainer *t, dpl_eval_metrics *metrics_out)
+{
+    if (!t || !metrics_out)
+        return dpl_fail(DPL_EINVAL, "dpl_trainer_evaluate: an argument is NULL");
+    const uint64_t n = dpl_data_samples(t->data, true);
+    if (n == 0)
+        return dpl_fail(DPL_EINVAL, "there is no evaluation data: eval_dataset_path is empty, "
+                                    "eval_split_fraction is 0 or its part too short");
+    uint64_t n_batches = (n - 1) / t->eval.n_batch + 1;
+    if (t->o->eval_steps > 0) n_batches = DPL_MIN(n_batches, (uint64_t)t->o->eval_steps);
+    const dpl_batch batch = batch_of(&t->eval);
+    double xent = 0, n_tokens = 0;
+    for (uint64_t i = 0; i < n_batches; i++) {
+        dpl_loss_sums sums;
+        dpl_data_eval(t->data, i * t->eval.n_batch, &t->eval);
+        const dpl_status status = dpl_model_evaluate(t->model, &batch, &t->rule, NULL, &sums);
+        if (status != DPL_OK)
+            return dpl_fail_in(status, "evaluation batch %llu", (unsigned long long)i);
+        xent += sums.xent + sums.z;
+        n_tokens += sums.n_tokens;
+    }
+    if (!isfinite(xent)) return dpl_fail(DPL_ENUMERIC, "the evaluation loss is not finite");
+    const double loss = n_tokens > 0 ? xent / n_tokens : 0;
+    *metrics_out = (dpl_eval_metrics){loss, exp(loss), (int64_t)n_tokens};
+    return DPL_OK;
+}
