@@ -587,13 +587,129 @@ DPL_API void dpl_text_close(char **text);
 /**
  * Verify sizes and checksums of a checkpoint.
  *
- * @param path A checkpoint or run directory.
+ * @param dir A checkpoint directory.
  *
  * @return DPL_OK; DPL_EFORMAT a file is damaged, missing, or there is no manifest; DPL_EIO; DPL_ENOMEM.
  *
  * Collective: no. Deterministic: yes. Cost: reads the checkpoint once.
  */
-DPL_API dpl_status dpl_checkpoint_verify(const char *path);
+DPL_API dpl_status dpl_checkpoint_verify(const char *dir);
+
+/* ---- 6 training ---------------------------------------------------------------------------- */
+
+/** One training run: model, data, optimizer, and the run directory. */
+typedef struct dpl_trainer dpl_trainer;
+
+/** What one optimizer step did. Sums over the global batch are divided by its number of loss tokens. */
+typedef struct dpl_step_metrics {
+    int64_t step;          /* from 0 */
+    double seconds;        /* wall time of the step, data included */
+    double loss;           /* what is minimized, auxiliary losses included */
+    double lm_loss;        /* cross entropy in nats per token, z-loss included */
+    double perplexity;     /* exp(lm_loss) */
+    double z_loss;         /* its z part, weighted */
+    double mtp_loss;       /* multi-token prediction, weighted */
+    double moe_lb_loss;    /* load balance, weighted */
+    double router_z_loss;  /* weighted */
+    double total_weights;  /* tokens that counted in the loss */
+    double learning_rate;
+    double raw_grad_norm;  /* before clipping */
+    double grad_norm;      /* after */
+    double tflops_per_device, tokens_per_s_per_device;
+    double mfu;            /* fraction of the measured peak of this machine; 0: not measured */
+    double gmm_ms, dispatch_ms, combine_ms;
+    double load_max_over_mean; /* busiest expert over the mean, worst layer; 0 without MoE layers */
+} dpl_step_metrics;
+
+/** One evaluation. */
+typedef struct dpl_eval_metrics {
+    double loss;       /* nats per token, auxiliary losses not added */
+    double perplexity; /* exp(loss) */
+    int64_t n_tokens;  /* tokens predicted */
+} dpl_eval_metrics;
+
+/** Called by dpl_trainer_run() on its own thread; each may be NULL. Must not call the trainer, but dpl_trainer_stop(). */
+typedef struct dpl_trainer_events {
+    void *arg;
+    void (*line)(void *arg, const char *line); /* every line of log.txt, without its end */
+    void (*step)(void *arg, const dpl_step_metrics *metrics, int64_t n_steps); /* after its line */
+    void (*eval)(void *arg, int64_t step, const dpl_eval_metrics *metrics);    /* after its line */
+} dpl_trainer_events;
+
+/**
+ * Make ready for training: check the options, open the data, make or load the model. The run continues
+ * after the newest checkpoint of base_output_directory/run_name, which wins over load_parameters_path.
+ *
+ * @param ctx         Must outlive the trainer.
+ * @param config      Copied.
+ * @param trainer_out Owned by the caller: dpl_trainer_close().
+ *
+ * @return DPL_OK;
+ *         DPL_EINVAL  options that do not fit together, or with the model directory or checkpoint;
+ *         DPL_EIO, DPL_EFORMAT  data, model or checkpoint cannot be read; a damaged checkpoint is named with
+ *                     the place of the damage and the newest good one before it;
+ *         DPL_ENOMEM.
+ *
+ * Collective: all ranks. Deterministic: yes. Cost: memory of the model, gradients and optimizer.
+ */
+DPL_API dpl_status dpl_trainer_open(dpl_ctx *ctx, const dpl_config *config, dpl_trainer **trainer_out);
+
+/** Close and set to NULL; writes nothing. NULL, or a pointer to NULL, is fine. */
+DPL_API void dpl_trainer_close(dpl_trainer **trainer);
+
+/** The step that comes next: how many have been made. 0 for NULL. */
+DPL_API int64_t dpl_trainer_next_step(const dpl_trainer *trainer);
+
+/** The run directory. "" for NULL. Valid until the trainer is closed. */
+DPL_API const char *dpl_trainer_run_dir(const dpl_trainer *trainer);
+
+/**
+ * One optimizer step: batch, forward, backward, update. Writes no file.
+ *
+ * @return DPL_OK;
+ *         DPL_ENUMERIC a loss or gradient is not finite. The message names step, layer and tensor; weights,
+ *                      optimizer state and router bias are as before the step.
+ *
+ * Collective: all ranks. Deterministic: equal state gives equal bits for any number of threads.
+ * Cost: one step; no allocation after the first.
+ */
+DPL_API dpl_status dpl_trainer_step(dpl_trainer *trainer, dpl_step_metrics *metrics_out);
+
+/**
+ * Evaluate on the evaluation data, from its beginning. Changes nothing.
+ *
+ * @return DPL_OK; DPL_EINVAL there is no evaluation data; DPL_ENUMERIC.
+ *
+ * Collective: all ranks. Deterministic: yes. Cost: forward passes over eval_steps batches.
+ */
+DPL_API dpl_status dpl_trainer_evaluate(dpl_trainer *trainer, dpl_eval_metrics *metrics_out);
+
+/**
+ * Write a checkpoint of the state after the last step, and remove those beyond max_num_checkpoints_to_keep.
+ * A kill or a full disk at any moment leaves the earlier ones whole.
+ *
+ * @return DPL_OK; DPL_EINVAL before the first step; DPL_EIO.
+ *
+ * Collective: all ranks. Deterministic: yes. Cost: writes 12 bytes a parameter, reads them for checksums.
+ */
+DPL_API dpl_status dpl_trainer_save(dpl_trainer *trainer);
+
+/**
+ * Train to the end: steps, evaluations and checkpoints as configured, in a run directory with config.yml,
+ * log.txt, metrics.jsonl and checkpoints/.
+ *
+ * @param events What to call on the way; NULL: nothing.
+ *
+ * @return DPL_OK;
+ *         DPL_EINTR    dpl_trainer_stop() was called: the step was finished and a checkpoint written;
+ *         DPL_ENUMERIC, DPL_EIO  as the functions above. The newest checkpoint is the state to go on from.
+ *
+ * Collective: all ranks. Deterministic: yes, but for times. Cost: the training.
+ */
+DPL_API dpl_status dpl_trainer_run(dpl_trainer *trainer, const dpl_trainer_events *events);
+
+/** Ask dpl_trainer_run() to finish its step, write a checkpoint and return. Safe in signal handlers and other threads. */
+DPL_API void dpl_trainer_stop(dpl_trainer *trainer);
 
 #ifdef __cplusplus
 }
