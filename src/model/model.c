@@ -251,24 +251,26 @@ static void head_logits(dpl_model *m, dpl_mat h, size_t n_rows, float *logits)
 }
 
 // Cross-entropy of all rows. sums (2, device): xent, z. dh (rows, D) F32 is written if dh.p is not NULL, and the
-// head's gradient accumulated. token_loss (rows) if not NULL.
+// head's gradient accumulated; with dscale 0 nothing flows back. token_loss (rows) if not NULL.
 static void head_loss(dpl_model *m, dpl_mat h, const int32_t *targets, size_t n_rows,
                       float z_weight, float dscale, double *sums, dpl_mat dh, float *token_loss)
 {
     const size_t V = m->config.vocab, mark = dpl_ctx_mark(m->ctx);
+    const bool back = dh.p && dscale != 0;
     const size_t block = DPL_MIN(DPL_MAX(LOGITS_BLOCK / V, 64), n_rows);
     float *logits = dpl_ctx_alloc(m->ctx, block * V * sizeof(float));
     float *loss = token_loss ? token_loss : dpl_ctx_alloc(m->ctx, n_rows * sizeof(float));
     float *z = dpl_ctx_alloc(m->ctx, n_rows * sizeof(float));
     const dpl_weight w = dpl_model_weight(m, head_param(m));
     dpl_ctx_phase(m->ctx, DPL_PHASE_LOSS);
+    if (dh.p && !back) dpl_zero(m->ctx, dh.p, n_rows * m->config.d * sizeof(float));
     for (size_t first = 0; first < n_rows; first += block) {
         const size_t n = DPL_MIN(block, n_rows - first);
         const dpl_mat rows = dpl_mat_at(h, first, 0), dlogits = dpl_mat_f32(logits, V);
         head_logits(m, rows, n, logits);
-        dpl_xent(m->ctx, logits, V, targets + first, n, V, z_weight, dh.p ? dscale : 0,
+        dpl_xent(m->ctx, logits, V, targets + first, n, V, z_weight, back ? dscale : 0,
                  loss + first, z + first);
-        if (!dh.p) continue;
+        if (!back) continue;
         dpl_gemm_dgrad(m->ctx, dlogits, &w, dpl_one_group(n), dpl_mat_at(dh, first, 0), false);
         dpl_gemm_wgrad(m->ctx, dlogits, rows, dpl_one_group(n), V, m->config.d, w.dtype,
                        dpl_model_grad(m, head_param(m)));
@@ -284,6 +286,7 @@ static void head_loss(dpl_model *m, dpl_mat h, const int32_t *targets, size_t n_
 typedef struct mtp_pass {
     dpl_batch batch;
     dpl_stream stream;
+    dpl_aux aux;
     dpl_mat embedded, previous, joined, y, dh; // dh: gradient of norm.y
     normed enorm, hnorm, norm;
     dpl_block_saved block;
@@ -296,7 +299,8 @@ typedef struct pass {
     dpl_stream stream;
     dpl_aux aux;
     double mtp_scale;
-    dpl_mat *x; // (L + 1): residual stream before layer 0, ..., after the last
+    dpl_mat *x;    // (L + 1): residual stream before layer 0, ..., after the last
+    size_t n_done; // of them are there
     dpl_block_saved *blocks;
     normed final;
     dpl_mat dfinal;
@@ -305,20 +309,58 @@ typedef struct pass {
     size_t n_mtp;
 } pass;
 
-// Names the first layer whose output is not finite.
-static dpl_status report_not_finite(const pass *p)
+// The first tensor of layers first .. last, or outside of layers (with_rest), that holds a value that is not finite.
+static const char *bad_tensor(dpl_model *m, int first, int last, bool with_rest)
 {
-    for (size_t i = 0; i <= p->m->config.n_layers; i++) {
-        double *device = dpl_ctx_alloc(p->m->ctx, sizeof *device), sum;
-        dpl_sum_squares(p->m->ctx, p->x[i].p, p->stream.n_tokens * p->m->config.d, device);
-        dpl_ctx_read(p->m->ctx, &sum, device, sizeof sum);
-        if (isfinite(sum)) continue;
-        if (i == 0) return dpl_fail(DPL_ENUMERIC, "the embedding's output is not finite");
-        return dpl_fail(DPL_ENUMERIC, "the output of layer %zu is not finite", i - 1);
+    for (size_t i = 0; i < m->n_disk; i++) {
+        const dpl_disk_tensor *t = &m->disk[i];
+        if (!t->param || t->copy_of_shared) continue;
+        const int layer = t->param->layer;
+        if (layer < 0 ? !with_rest : layer < first || layer > last) continue;
+        const size_t n = (size_t)(t->shape[0] * t->shape[1]), mark = dpl_ctx_mark(m->ctx);
+        float *values = dpl_ctx_alloc(m->ctx, n * sizeof *values);
+        dpl_disk_gather(t, m->params.master, values);
+        bool good = true;
+        for (size_t j = 0; j < n && good; j++)
+            good = isfinite(values[j]);
+        dpl_ctx_release(m->ctx, mark);
+        if (!good) return t->name;
     }
-    return dpl_fail(
-        DPL_ENUMERIC,
-        "the loss is not finite, all layers' outputs are: see the final norm and the head");
+    return NULL;
+}
+
+// Says where a pass stopped being finite. squares (n): sums over the residual stream before layer 0, 1, ... as far as
+// the pass came. The layer that went wrong is the one whose output is the first bad one; a router that met it later
+// is not to blame. Where all are good the error text that is there stands, unless a tensor explains it.
+static dpl_status explain_not_finite(dpl_model *m, const double *squares, size_t n)
+{
+    const int n_all = (int)(m->config.n_layers + m->config.n_mtp);
+    size_t i = 0;
+    while (i < n && isfinite(squares[i]))
+        i++;
+    const int layer = (int)i -
+                      1; // of the first bad output; if there is none, the last that is good
+    const char *tensor = i == n  ? bad_tensor(m, layer, n_all, true)
+                         : i > 0 ? bad_tensor(m, layer, layer, false)
+                                 : bad_tensor(m, 0, -1, true);
+    const char *const and_tensor = tensor ? ", nor is " : "";
+    if (i == n) return tensor ? dpl_fail(DPL_ENUMERIC, "%s is not finite", tensor) : DPL_ENUMERIC;
+    if (i == 0)
+        return dpl_fail(DPL_ENUMERIC, "the embedding's output is not finite%s%s", and_tensor,
+                        tensor ? tensor : "");
+    return dpl_fail(DPL_ENUMERIC, "the output of layer %d is not finite%s%s", layer, and_tensor,
+                    tensor ? tensor : "");
+}
+
+static dpl_status explain_pass(const pass *p)
+{
+    dpl_model *m = p->m;
+    double *device = dpl_ctx_alloc(m->ctx, p->n_done * sizeof *device);
+    double *squares = dpl_ctx_alloc(m->ctx, p->n_done * sizeof *squares);
+    for (size_t i = 0; i < p->n_done; i++)
+        dpl_sum_squares(m->ctx, p->x[i].p, p->stream.n_tokens * m->config.d, &device[i]);
+    dpl_ctx_read(m->ctx, squares, device, p->n_done * sizeof *squares);
+    return explain_not_finite(m, squares, p->n_done);
 }
 
 static void count_experts(const pass *p, size_t layer, const dpl_moe_saved *saved,
@@ -336,11 +378,13 @@ static dpl_status layers_forward(pass *p, dpl_loss_sums *sums)
     dpl_model *m = p->m;
     const size_t L = m->config.n_layers, T = p->stream.n_tokens, D = m->config.d;
     p->x[0] = embed(m, p->batch->ids, T);
+    p->n_done = 1;
     dpl_probe_mat(m, "hidden.embed", -1, &p->stream, p->x[0], D);
     for (size_t i = 0; i < L; i++) {
         p->x[i + 1] = dpl_act_alloc(m, T, D, true);
         DPL_TRY(
             dpl_block_forward(m, (int)i, &p->stream, &p->aux, p->x[i], p->x[i + 1], &p->blocks[i]));
+        p->n_done = i + 2;
         if (dpl_model_layer_is_moe(&m->config, i)) count_experts(p, i, &p->blocks[i].moe, sums);
         dpl_probe_mat(m, "hidden", (int)i, &p->stream, p->x[i + 1], D);
     }
@@ -380,6 +424,8 @@ static dpl_status mtp_forward(pass *p, size_t depth, dpl_loss_sums *sums)
     mtp_pass *t = &p->mtp[depth - 1];
     t->batch = shift_batch(m, p->batch, &p->stream, depth);
     t->stream = stream_of(m, &t->batch);
+    t->aux = p->aux;
+    t->aux.n_seq = t->stream.n_seq;
     const size_t T = t->stream.n_tokens;
     t->embedded = embed(m, t->batch.ids, T);
     // Depth 1 continues from the output after the final norm, deeper ones from the normed output of the one before.
@@ -395,16 +441,21 @@ static dpl_status mtp_forward(pass *p, size_t depth, dpl_loss_sums *sums)
     dpl_gemm_forward(m->ctx, t->joined, &proj, dpl_one_group(T), x);
     dpl_ctx_phase(m->ctx, DPL_PHASE_OTHER);
     t->y = dpl_act_alloc(m, T, D, true);
-    DPL_TRY(dpl_block_forward(m, layer, &t->stream, &p->aux, x, t->y, &t->block));
+    DPL_TRY(dpl_block_forward(m, layer, &t->stream, &t->aux, x, t->y, &t->block));
     count_experts(p, (size_t)layer, &t->block.moe, sums);
     dpl_probe_mat(m, "hidden", layer, &t->stream, t->y, D);
     t->norm = norm_forward(m, layer, DPL_P_MTP_NORM, t->y, T, dpl_act_alloc(m, T, D, false));
-    dpl_probe_mat(m, "mtp.hidden", -1, &t->stream, t->norm.y, D);
+    char hidden_name[32] = "mtp.hidden", logits_name[32] = "mtp.logits";
+    if (depth > 1) {
+        snprintf(hidden_name, sizeof hidden_name, "mtp%zu.hidden", depth);
+        snprintf(logits_name, sizeof logits_name, "mtp%zu.logits", depth);
+    }
+    dpl_probe_mat(m, hidden_name, -1, &t->stream, t->norm.y, D);
 
     t->dh = dpl_act_alloc(m, T, D, true);
     t->sums = dpl_ctx_alloc(m->ctx, 2 * sizeof(double));
     head_loss(m, t->norm.y, t->batch.targets, T, 0, (float)p->mtp_scale, t->sums, t->dh, NULL);
-    probe_loss(m, "mtp.logits", NULL, &t->stream, t->norm.y, NULL);
+    probe_loss(m, logits_name, NULL, &t->stream, t->norm.y, NULL);
     return DPL_OK;
 }
 
@@ -418,7 +469,7 @@ static dpl_status mtp_backward(pass *p, size_t depth)
     const dpl_mat dy = dpl_act_alloc(m, T, D, true);
     norm_backward(m, &t->norm, t->dh, T, dy);
     dpl_probe_mat(m, "dhidden", layer, &t->stream, dy, D);
-    DPL_TRY(dpl_block_backward(m, layer, &t->stream, &p->aux, &t->block, dy));
+    DPL_TRY(dpl_block_backward(m, layer, &t->stream, &t->aux, &t->block, dy));
     const dpl_param *param = dpl_model_param(m, layer, DPL_P_MTP_PROJ);
     const dpl_weight proj = dpl_model_weight(m, param);
     const dpl_mat djoined = dpl_act_alloc(m, T, 2 * D, true), d = dpl_act_alloc(m, T, D, true);
@@ -466,7 +517,8 @@ static dpl_status read_sums(const pass *p, dpl_loss_sums *sums)
         sums->mtp_tokens += count_targets(&p->mtp[i].batch);
     }
     const double all = sums->xent + sums->z + sums->mtp_xent + sums->balance + sums->router_z;
-    return isfinite(all) ? DPL_OK : report_not_finite(p);
+    if (isfinite(all)) return DPL_OK;
+    return dpl_fail(DPL_ENUMERIC, "the loss is not finite, all layers' outputs are");
 }
 
 static dpl_status run_pass(pass *p, const dpl_loss_rule *rule, double xent_scale,
@@ -520,9 +572,10 @@ dpl_status dpl_model_train_micro(dpl_model *m, const dpl_batch *batch, const dpl
     pass p = {.m = m, .batch = batch, .stream = stream_of(m, batch), .mtp_scale = mtp_scale};
     p.aux = aux_of(m, rule, aux_scale, &p.stream);
     dpl_loss_sums sums = {.n_tokens = count_targets(batch)};
-    const dpl_status status = run_pass(&p, rule, xent_scale, &sums);
-    dpl_ctx_wait(m->ctx);
+    dpl_status status = run_pass(&p, rule, xent_scale, &sums);
+    if (status == DPL_ENUMERIC) status = explain_pass(&p);
     dpl_ctx_release(m->ctx, mark);
+    dpl_ctx_wait(m->ctx);
     if (status == DPL_OK) *sums_out = sums;
     return status;
 }
@@ -536,32 +589,59 @@ void dpl_model_head(dpl_model *m, dpl_mat x, size_t n_rows, float *logits)
 
 /* ---- evaluation ---- */
 
-static dpl_status evaluate(dpl_model *m, const dpl_batch *batch, const dpl_loss_rule *rule,
-                           float *logits_out, dpl_loss_sums *sums)
+// squares (L + 2, device): see explain_not_finite(); *n_out of them are written, the last one for the logits.
+static dpl_status layers_evaluate(dpl_model *m, const dpl_stream *s, const int32_t *ids,
+                                  double *squares, size_t *n_out, dpl_mat *x_out)
 {
-    const dpl_stream s = stream_of(m, batch);
-    const size_t T = s.n_tokens, D = m->config.d;
-    dpl_mat x = embed(m, batch->ids, T), y = dpl_act_alloc(m, T, D, true);
+    const size_t n = s->n_tokens * m->config.d;
+    dpl_mat x = embed(m, ids, s->n_tokens), y = dpl_act_alloc(m, s->n_tokens, m->config.d, true);
+    dpl_sum_squares(m->ctx, x.p, n, &squares[0]);
+    *n_out = 1;
     for (size_t i = 0; i < m->config.n_layers; i++) {
         dpl_block_saved saved;
         const size_t mark = dpl_ctx_mark(m->ctx);
-        DPL_TRY(dpl_block_forward(m, (int)i, &s, NULL, x, y, &saved));
+        DPL_TRY(dpl_block_forward(m, (int)i, s, NULL, x, y, &saved));
         dpl_ctx_release(m->ctx, mark);
+        dpl_sum_squares(m->ctx, y.p, n, &squares[i + 1]);
+        *n_out = i + 2;
         const dpl_mat swap = x;
         x = y;
         y = swap;
     }
-    const normed final = norm_forward(m, -1, DPL_P_FINAL_NORM, x, T, dpl_act_alloc(m, T, D, false));
-    if (logits_out) head_logits(m, final.y, T, logits_out);
-    if (batch->targets) {
-        double *device = dpl_ctx_alloc(m->ctx, 2 * sizeof *device), pair[2];
-        head_loss(m, final.y, batch->targets, T, (float)rule->z_weight, 0, device, (dpl_mat){0},
-                  NULL);
-        dpl_ctx_read(m->ctx, pair, device, sizeof pair);
-        sums->xent = pair[0];
-        sums->z = pair[1];
-    }
+    *x_out = x;
     return DPL_OK;
+}
+
+static dpl_status evaluate(dpl_model *m, const dpl_batch *batch, const dpl_loss_rule *rule,
+                           float *logits_out, dpl_loss_sums *sums)
+{
+    const dpl_stream s = stream_of(m, batch);
+    const size_t T = s.n_tokens, D = m->config.d, L = m->config.n_layers;
+    double *device = dpl_ctx_alloc(m->ctx, (L + 4) * sizeof *device);
+    double *host = dpl_ctx_alloc(m->ctx, (L + 4) * sizeof *host);
+    size_t n;
+    dpl_mat x;
+    const dpl_status status = layers_evaluate(m, &s, batch->ids, device, &n, &x);
+    if (status == DPL_ENUMERIC) {
+        dpl_ctx_read(m->ctx, host, device, n * sizeof *host);
+        return explain_not_finite(m, host, n);
+    }
+    if (status != DPL_OK) return status;
+    dpl_zero(m->ctx, device + n, 3 * sizeof *device);
+    const normed final = norm_forward(m, -1, DPL_P_FINAL_NORM, x, T, dpl_act_alloc(m, T, D, false));
+    if (logits_out) {
+        head_logits(m, final.y, T, logits_out);
+        dpl_sum_squares(m->ctx, logits_out, T * m->config.vocab, device + n);
+    }
+    if (batch->targets)
+        head_loss(m, final.y, batch->targets, T, (float)rule->z_weight, 0, device + n + 1,
+                  (dpl_mat){0}, NULL);
+    dpl_ctx_read(m->ctx, host, device, (n + 3) * sizeof *host);
+    sums->xent = host[n + 1];
+    sums->z = host[n + 2];
+    if (isfinite(host[n] + host[n + 1] + host[n + 2])) return DPL_OK;
+    dpl_fail(DPL_ENUMERIC, "the logits are not finite, all layers' outputs are");
+    return explain_not_finite(m, host, n);
 }
 
 dpl_status dpl_model_evaluate(dpl_model *m, const dpl_batch *batch, const dpl_loss_rule *rule,
@@ -573,8 +653,8 @@ dpl_status dpl_model_evaluate(dpl_model *m, const dpl_batch *batch, const dpl_lo
     const size_t mark = dpl_ctx_mark(m->ctx);
     dpl_loss_sums sums = {.n_tokens = count_targets(batch)};
     const dpl_status status = evaluate(m, batch, rule, logits_out, &sums);
-    dpl_ctx_wait(m->ctx);
     dpl_ctx_release(m->ctx, mark);
+    dpl_ctx_wait(m->ctx);
     if (status == DPL_OK && sums_out) *sums_out = sums;
     return status;
 }
