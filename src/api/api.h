@@ -18,6 +18,8 @@ dpl_status dpl_api_apply(dpl_config *config, const char *const *settings, size_t
 double dpl_api_number(const dpl_config *config, const char *key);
 
 /* ---- model.c ---- */
+// Sets `dtype`, and cuts `max_target_length` to the positions of a model.
+dpl_status dpl_api_fit(dpl_config *config, const dpl_model_config *model, dpl_dtype dtype);
 dpl_status dpl_api_dtype(const char *name, dpl_dtype *dtype_out);
 const char *dpl_api_dtype_name(dpl_dtype dtype);
 void dpl_api_describe(const dpl_model_config *c, dpl_dtype dtype, dpl_model_info *info);

@@ -44,7 +44,11 @@ static dpl_status open_json(const char *path, subject *s)
     json_t *object;
     DPL_TRY(dpl_config_open(NULL, &s->config));
     DPL_TRY(dpl_json_read(path, &object));
-    const dpl_status status = dpl_model_config_from_json(object, &s->sizes);
+    dpl_status status = dpl_model_config_from_json(object, &s->sizes);
+    const json_t *dtype = json_object_get(object, "dtype");
+    const char *name = json_string_value(dtype ? dtype : json_object_get(object, "torch_dtype"));
+    const bool bf16 = name && dpl_is(name, "bfloat16");
+    if (status == DPL_OK) status = dpl_api_fit(s->config, &s->sizes, bf16 ? DPL_BF16 : DPL_F32);
     json_decref(object);
     return status == DPL_OK ? DPL_OK : dpl_fail_in(status, "%s", path);
 }

@@ -34,14 +34,6 @@ const char *dpl_api_dtype_name(dpl_dtype dtype)
 
 /* ---- open and close ---- */
 
-static void initialize(dpl_model *model, const dpl_options *o)
-{
-    const dpl_init_rule rule = dpl_is(o->weight_init, "maxtext")  ? DPL_INIT_MAXTEXT
-                               : dpl_is(o->weight_init, "normal") ? DPL_INIT_NORMAL
-                                                                  : DPL_INIT_FAN_IN;
-    dpl_model_init(model, rule, o->init_std, (uint64_t)o->init_weights_seed);
-}
-
 dpl_status dpl_model_open(dpl_ctx *ctx, const char *path, const dpl_config *config,
                           dpl_model **model_out)
 {
@@ -64,7 +56,7 @@ dpl_status dpl_model_open(dpl_ctx *ctx, const char *path, const dpl_config *conf
     DPL_TRY(dpl_comm_open("self", NULL, &comm));
     dpl_status status = dpl_model_create(ctx, comm, &sizes, dtype, &model);
     if (status == DPL_OK && path) status = dpl_model_load(model, dir);
-    if (status == DPL_OK && !path) initialize(model, &config->o);
+    if (status == DPL_OK && !path) dpl_options_init(&config->o, model);
     if (status == DPL_OK) {
         *model_out = model;
         return DPL_OK;

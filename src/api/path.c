@@ -57,18 +57,13 @@ dpl_status dpl_api_apply(dpl_config *config, const char *const *settings, size_t
     return DPL_OK;
 }
 
-// Defaults, computing in the type of the file and in windows that its positions allow.
-static dpl_status settings_of_model(const char *dir, dpl_config *config)
+dpl_status dpl_api_fit(dpl_config *config, const dpl_model_config *model, dpl_dtype dtype)
 {
-    dpl_model_config model;
-    dpl_dtype dtype;
     char text[64];
-    DPL_TRY(dpl_model_read_config(dir, &model, &dtype));
-    snprintf(text, sizeof text, "dtype=%s", dpl_api_dtype_name(dtype));
-    DPL_TRY(dpl_config_set(config, text));
-    if ((uint64_t)config->o.max_target_length <= model.max_positions) return DPL_OK;
-    snprintf(text, sizeof text, "max_target_length=%zu", model.max_positions);
-    return dpl_config_set(config, text);
+    DPL_TRY(dpl_config_put(config, "dtype", dpl_api_dtype_name(dtype)));
+    if ((uint64_t)config->o.max_target_length <= model->max_positions) return DPL_OK;
+    snprintf(text, sizeof text, "%zu", model->max_positions);
+    return dpl_config_put(config, "max_target_length", text);
 }
 
 dpl_status dpl_config_open_model(const char *path, dpl_config **config_out)
@@ -79,9 +74,12 @@ dpl_status dpl_config_open_model(const char *path, dpl_config **config_out)
         DPL_TRY(dpl_path_join(run, "config.yml", yaml));
         return dpl_config_open(yaml, config_out);
     }
+    dpl_model_config model;
+    dpl_dtype dtype;
     dpl_config *config;
+    DPL_TRY(dpl_model_read_config(dir, &model, &dtype));
     DPL_TRY(dpl_config_open(NULL, &config));
-    const dpl_status status = settings_of_model(dir, config);
+    const dpl_status status = dpl_api_fit(config, &model, dtype);
     if (status == DPL_OK)
         *config_out = config;
     else

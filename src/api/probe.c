@@ -168,6 +168,19 @@ static void collect_batch(probe *p)
     collect(&p->out, "loss_mask", DPL_ST_U8, 2, shape, mask);
 }
 
+// What the first multi-token depth predicts: the token two further.
+static void collect_mtp_targets(probe *p)
+{
+    const size_t n_seq = p->batch.n_seq, n = p->batch.n_batch * (n_seq - 1);
+    const int64_t shape[2] = {(int64_t)p->batch.n_batch, (int64_t)n_seq - 1};
+    if (p->model->config.n_mtp == 0 || n == 0) return;
+    for (size_t i = 0; i < n; i++) {
+        const int32_t target = p->targets[i / (n_seq - 1) * n_seq + i % (n_seq - 1) + 1];
+        p->labels[i] = target < 0 ? -100 : target;
+    }
+    collect(&p->out, "mtp.targets", DPL_ST_I64, 2, shape, p->labels);
+}
+
 /* ---- one pass ---- */
 
 static double mean(double sum, double n)
@@ -287,6 +300,7 @@ static dpl_status run_probe(probe *p, const char *input_path, const dpl_probe_op
     DPL_TRY(run_pass(p));
     p->model->probe = NULL; // later passes are those of other weights
     collect_batch(p);
+    collect_mtp_targets(p);
     collect_losses(p);
     collect_bias_next(p, settings->routed_bias_update_rate);
     if (o->grad) DPL_TRY(collect_flat(p, "grad", p->model->params.grad));
