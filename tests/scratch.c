@@ -79,7 +79,8 @@ size_t scratch_count(const char *path)
     if (!dir) fail_msg("cannot read %s", path);
     size_t n = 0;
     const struct dirent *entry;
-    while ((entry = readdir(dir))) n += strcmp(entry->d_name, ".") && strcmp(entry->d_name, "..");
+    while ((entry = readdir(dir)))
+        n += strcmp(entry->d_name, ".") && strcmp(entry->d_name, "..");
     closedir(dir);
     return n;
 }

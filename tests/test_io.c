@@ -75,7 +75,8 @@ static void long_paths(void **state)
     (void)state;
     char path[PATH_MAX + 100], out[PATH_MAX];
     memset(path, 'a', sizeof path);
-    for (size_t i = 0; i < sizeof path; i += 100) path[i] = '/';
+    for (size_t i = 0; i < sizeof path; i += 100)
+        path[i] = '/';
     path[sizeof path - 1] = '\0';
     dpl_map map;
     check_error(dpl_path_join(path, "b", out), DPL_EIO, "longer", "");
@@ -88,7 +89,8 @@ static void long_paths(void **state)
     check_error(dpl_path_join(path, path, out), DPL_EIO, "longer", "");
     // One to which only the temporary name does not fit.
     memset(path, 'a', sizeof path);
-    for (size_t i = 0; i < PATH_MAX; i += 2) path[i] = '/';
+    for (size_t i = 0; i < PATH_MAX; i += 2)
+        path[i] = '/';
     path[PATH_MAX - 1] = '\0';
     check_error(dpl_write_file(path, "", 0), DPL_EIO, "longer", "");
 }
@@ -154,8 +156,8 @@ static void full_disk(void **state)
         bad |= dpl_write_file(path, data, sizeof data) != DPL_EIO;
         bad |= !strstr(dpl_error_message(), path) || !strstr(dpl_error_message(), "No space");
         bad |= !scratch_holds(path, "old", 3);
-        const dpl_st_tensor tensor = {.name = "t", .dtype = DPL_ST_U8, .rank = 1,
-                                      .shape = {sizeof data}};
+        const dpl_st_tensor tensor = {
+            .name = "t", .dtype = DPL_ST_U8, .rank = 1, .shape = {sizeof data}};
         dpl_st_writer *writer;
         bad |= dpl_st_create(scratch_path("disk/st"), &tensor, 1, NULL, &writer) != DPL_OK;
         bad |= dpl_st_append(writer, data, sizeof data) != DPL_EIO;
@@ -295,7 +297,8 @@ static void killed_saves(void **state)
             for (int generation = last + 1;; generation++)
                 if (save(path, generation) != DPL_OK) _exit(1);
         const double end = dpl_now() + 0.002 + 1e-5 * (rand() % 2000);
-        while (dpl_now() < end) assert_true(dpl_path_exists(path)); // never a moment without one
+        while (dpl_now() < end)
+            assert_true(dpl_path_exists(path)); // never a moment without one
         assert_int_equal(kill(child, SIGKILL), 0);
         int status;
         assert_int_equal(waitpid(child, &status, 0), child);
@@ -318,16 +321,17 @@ static void check_numbers(void)
         const char *text;
         double value;
     } good[] = {
-        {"2e-5", 2e-5},      {"2.0e-5", 2e-5}, {"2E-5", 2e-5},     {".5", 0.5},
-        {"1_000", 1000},     {"0x10", 16},     {"0.1", 0.1},       {"-3", -3},
-        {"+1.5", 1.5},       {"1.", 1},        {"1e5", 1e5},       {"1e+05", 1e5},
-        {"-0x1f", -31},      {"0X1F", 31},     {"1_0.2_5", 10.25}, {"1e-400", 0},
-        {"4.9e-324", 5e-324}, {"1.7976931348623157e308", 1.7976931348623157e308},
+        {"2e-5", 2e-5}, {"2.0e-5", 2e-5},     {"2E-5", 2e-5},
+        {".5", 0.5},    {"1_000", 1000},      {"0x10", 16},
+        {"0.1", 0.1},   {"-3", -3},           {"+1.5", 1.5},
+        {"1.", 1},      {"1e5", 1e5},         {"1e+05", 1e5},
+        {"-0x1f", -31}, {"0X1F", 31},         {"1_0.2_5", 10.25},
+        {"1e-400", 0},  {"4.9e-324", 5e-324}, {"1.7976931348623157e308", 1.7976931348623157e308},
     };
     static const char *const bad[] = {
-        "1e400", "-1e400", "nan", "inf",  "-inf", "abc",   "",     " 1",   "1 ",   "1,5", "0,1",
-        "1.2.3", "e5",     "1e",  "1e+",  ".",    "-",     "+",    "0x",   "0x1p3", "0xg", "_1",
-        "1_",    "1__0",   "1._5", "1f",  "--1",  "1e5.0", "1_e5", "1e_5", "0b1",  "1\n"};
+        "1e400", "-1e400", "nan",  "inf", "-inf", "abc",   "",     " 1",   "1 ",    "1,5", "0,1",
+        "1.2.3", "e5",     "1e",   "1e+", ".",    "-",     "+",    "0x",   "0x1p3", "0xg", "_1",
+        "1_",    "1__0",   "1._5", "1f",  "--1",  "1e5.0", "1_e5", "1e_5", "0b1",   "1\n"};
     for (size_t i = 0; i < DPL_COUNT(good); i++) {
         double value = NAN;
         check_ok(dpl_parse_f64(good[i].text, &value));
@@ -369,9 +373,25 @@ static void integers(void **state)
                 {"9223372036854775807", INT64_MAX},
                 {"-9223372036854775808", INT64_MIN},
                 {"-0x8000000000000000", INT64_MIN}};
-    static const char *const bad[] = {"", "-", "1.0", "2e5", "010", "00", "0x", "1_", "_1", "1__1",
-                                      " 1", "1 ", "abc", "9223372036854775808", "0x_1", "0b1",
-                                      "-9223372036854775809", "99999999999999999999", "1-"};
+    static const char *const bad[] = {"",
+                                      "-",
+                                      "1.0",
+                                      "2e5",
+                                      "010",
+                                      "00",
+                                      "0x",
+                                      "1_",
+                                      "_1",
+                                      "1__1",
+                                      " 1",
+                                      "1 ",
+                                      "abc",
+                                      "9223372036854775808",
+                                      "0x_1",
+                                      "0b1",
+                                      "-9223372036854775809",
+                                      "99999999999999999999",
+                                      "1-"};
     for (size_t i = 0; i < DPL_COUNT(good); i++) {
         int64_t value = 77;
         check_ok(dpl_parse_i64(good[i].text, &value));
@@ -441,11 +461,16 @@ static void json_files(void **state)
     static const struct {
         const char *text, *part;
     } bad[] = {
-        {"{\"a\": 1,\n \"a\": 2}", "line 2"}, {"[1]", "not a JSON object"},
-        {"", "byte 0"},                       {"{\"a\": 1} x", "line 1"},
-        {"{\"a\": \"\xff\"}", "byte"},        {"{\"a\": {\"b\": 1, \"b\": 2}}", "duplicate"},
-        {"{\n\n\"a\" 1}", "line 3"},          {"{\"a\": 1e999}", "line 1"},
-        {"{\"a\": \"\\u0000\"}", "line 1"},   {"{\"a\": 99999999999999999999}", "big"},
+        {"{\"a\": 1,\n \"a\": 2}", "line 2"},
+        {"[1]", "not a JSON object"},
+        {"", "byte 0"},
+        {"{\"a\": 1} x", "line 1"},
+        {"{\"a\": \"\xff\"}", "byte"},
+        {"{\"a\": {\"b\": 1, \"b\": 2}}", "duplicate"},
+        {"{\n\n\"a\" 1}", "line 3"},
+        {"{\"a\": 1e999}", "line 1"},
+        {"{\"a\": \"\\u0000\"}", "line 1"},
+        {"{\"a\": 99999999999999999999}", "big"},
     };
     for (size_t i = 0; i < DPL_COUNT(bad); i++) {
         scratch_text(path, bad[i].text);
@@ -500,7 +525,9 @@ static void yaml_good(void **state)
         {"a: True\nb: -1\nc: /x/y.txt\n", "1:a=True|2:b=-1|3:c=/x/y.txt|"},
         {"a: |\n  two\n  lines\nb: >\n  one\n  line\n", "1:a=two\nlines\n|4:b=one line\n|"},
         {"a: \"\\u00e9\\n\"\r\nb: \xc3\xa9\r\n", "1:a=\xc3\xa9\n|2:b=\xc3\xa9|"},
-        {"\xef\xbb\xbf" "a: 1", "1:a=1|"},
+        {"\xef\xbb\xbf"
+         "a: 1",
+         "1:a=1|"},
     };
     for (size_t i = 0; i < DPL_COUNT(cases); i++) {
         check_ok(read_yaml(cases[i].text, NULL));

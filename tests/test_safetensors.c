@@ -53,8 +53,8 @@ static void hostile_headers(void **state)
         const char *part, *part2;
     } cases[] = {
         {"{" F32("a", "[2]", "[8,0]") "}", 8, "byte 9: tensor a", "backwards"},
-        {"{" F32("a", "[2]", "[0,8]") "," F32("b", "[2]", "[4,12]") "}", 12,
-         "tensor b overlaps", ""},
+        {"{" F32("a", "[2]", "[0,8]") "," F32("b", "[2]", "[4,12]") "}", 12, "tensor b overlaps",
+         ""},
         {"{" F32("a", "[2]", "[0,8]") "," F32("b", "[2]", "[0,8]") "}", 8, "tensor b overlaps", ""},
         {"{" F32("a", "[2]", "[0,8]") "," F32("b", "[1]", "[12,16]") "}", 16, "tensor b has a hole",
          ""},
@@ -95,8 +95,8 @@ static void hostile_headers(void **state)
         {"{},\"__metadata__\":{}", 0, "byte", ""},
     };
     for (size_t i = 0; i < DPL_COUNT(cases); i++) {
-        const dpl_status status =
-            open_raw(strlen(cases[i].header), cases[i].header, cases[i].data_bytes);
+        const dpl_status status = open_raw(strlen(cases[i].header), cases[i].header,
+                                           cases[i].data_bytes);
         check_error(status, DPL_EFORMAT, "/t.safetensors: ", cases[i].part);
         check_error(status, DPL_EFORMAT, cases[i].part, cases[i].part2);
     }
@@ -109,8 +109,8 @@ static void hostile_headers(void **state)
 static void hostile_sizes(void **state)
 {
     (void)state;
-    static const uint64_t sizes[] = {0, 1, 3, 100000001, (uint64_t)1 << 63, UINT64_MAX, INT64_MAX,
-                                     UINT64_MAX - 7};
+    static const uint64_t sizes[] = {
+        0, 1, 3, 100000001, (uint64_t)1 << 63, UINT64_MAX, INT64_MAX, UINT64_MAX - 7};
     for (size_t i = 0; i < DPL_COUNT(sizes); i++)
         check_error(open_raw(sizes[i], "{}", 0), DPL_EFORMAT, "t.safetensors: byte 0:", "header");
     // A header of 100 MB and one byte that is there, in a sparse file.
@@ -139,8 +139,10 @@ static void truncated(void **state)
         assert_int_equal(truncate(path, (off_t)cut), 0);
         const dpl_status status = dpl_st_open(path, &file);
         dpl_st_close(&file);
-        if (cut == whole) check_ok(status);
-        else check_error(status, DPL_EFORMAT, "t.safetensors: byte", "");
+        if (cut == whole)
+            check_ok(status);
+        else
+            check_error(status, DPL_EFORMAT, "t.safetensors: byte", "");
         if (cut > whole) break;
     }
 }
@@ -152,9 +154,14 @@ static void half_values(void **state)
     (void)state;
     static uint16_t codes[65536];
     static float values[65536];
-    for (size_t i = 0; i < 65536; i++) codes[i] = (uint16_t)i;
-    const dpl_st_tensor tensor = {.name = "h", .dtype = DPL_ST_F16, .rank = 1, .shape = {65536},
-                                  .data = (const uint8_t *)codes, .bytes = sizeof codes};
+    for (size_t i = 0; i < 65536; i++)
+        codes[i] = (uint16_t)i;
+    const dpl_st_tensor tensor = {.name = "h",
+                                  .dtype = DPL_ST_F16,
+                                  .rank = 1,
+                                  .shape = {65536},
+                                  .data = (const uint8_t *)codes,
+                                  .bytes = sizeof codes};
     check_ok(dpl_st_read_f32(&tensor, 0, 65536, values));
     for (int i = 0; i < 65536; i++) {
         const int exponent = i >> 10 & 31, mantissa = i & 1023;
@@ -204,8 +211,12 @@ static void all_dtypes(void **state)
         const size_t width = dpl_st_dtype_bytes(cases[i].dtype);
         uint8_t odd[32]; // data at an odd address
         memcpy(odd + 1, cases[i].data, 3 * width);
-        const dpl_st_tensor tensor = {.name = "t", .dtype = cases[i].dtype, .rank = 1,
-                                      .shape = {3}, .data = odd + 1, .bytes = 3 * width};
+        const dpl_st_tensor tensor = {.name = "t",
+                                      .dtype = cases[i].dtype,
+                                      .rank = 1,
+                                      .shape = {3},
+                                      .data = odd + 1,
+                                      .bytes = 3 * width};
         float f[3];
         int64_t n[3];
         if (isnan(cases[i].want[0])) {
@@ -226,12 +237,16 @@ static void all_dtypes(void **state)
         check_error(dpl_st_read_f32(&tensor, 4, 0, f), DPL_EINVAL, "tensor t", "");
         check_error(dpl_st_read_f32(&tensor, 2, SIZE_MAX, f), DPL_EINVAL, "tensor t", "");
     }
-    const dpl_st_tensor tensor = {.name = "t", .dtype = DPL_ST_U64, .rank = 1, .shape = {3},
-                                  .data = (const uint8_t *)big, .bytes = sizeof big};
+    const dpl_st_tensor tensor = {.name = "t",
+                                  .dtype = DPL_ST_U64,
+                                  .rank = 1,
+                                  .shape = {3},
+                                  .data = (const uint8_t *)big,
+                                  .bytes = sizeof big};
     int64_t n[3];
     check_error(dpl_st_read_i64(&tensor, 0, 3, n), DPL_EFORMAT, "tensor t: element 2", "");
-    const dpl_st_tensor fp8 = {.name = "t", .dtype = DPL_ST_F8_E4M3, .rank = 1, .shape = {3},
-                               .data = u8, .bytes = 3};
+    const dpl_st_tensor fp8 = {
+        .name = "t", .dtype = DPL_ST_F8_E4M3, .rank = 1, .shape = {3}, .data = u8, .bytes = 3};
     check_error(dpl_st_read_i64(&fp8, 0, 3, n), DPL_EFORMAT, "F8_E4M3", "");
     check_error(dpl_st_read_f32(&fp8, 0, 3, (float[3]){0}), DPL_EFORMAT, "F8_E4M3", "");
 }
@@ -248,8 +263,8 @@ static void round_trip(void **state)
     uint8_t data[DPL_ST_N + 2][600];
     for (size_t i = 0; i < DPL_COUNT(tensors); i++) {
         snprintf(names[i], sizeof names[i], "%s\xc3\xa9.\"\\\n%zu", i % 2 ? "a" : "z", i);
-        tensors[i] = (dpl_st_tensor){.name = names[i], .dtype = (dpl_st_dtype)(i % DPL_ST_N),
-                                     .rank = (int)(i % 4)};
+        tensors[i] = (dpl_st_tensor){
+            .name = names[i], .dtype = (dpl_st_dtype)(i % DPL_ST_N), .rank = (int)(i % 4)};
         for (int j = 0; j < tensors[i].rank; j++) // sizes 0 to 3
             tensors[i].shape[j] = (int64_t)(dpl_rng_u64(seed, i, (uint64_t)j) % 4);
         for (size_t j = 0; j < sizeof data[i]; j++)
@@ -418,7 +433,8 @@ static void make_tensors(void)
 {
     for (size_t i = 0; i < N_TENSORS; i++) {
         snprintf(shard_names[i], sizeof shard_names[i], "w%zu", i);
-        shard_tensors[i] = (dpl_st_tensor){.name = shard_names[i], .rank = 1,
+        shard_tensors[i] = (dpl_st_tensor){.name = shard_names[i],
+                                           .rank = 1,
                                            .dtype = i % 3 ? DPL_ST_BF16 : DPL_ST_F32,
                                            .shape = {(int64_t)i + 1}};
     }
@@ -428,8 +444,9 @@ static dpl_status fill(void *arg, size_t i_tensor, dpl_st_writer *writer)
 {
     uint8_t data[64];
     memset(data, *(const int *)arg + (int)i_tensor, sizeof data);
-    return dpl_st_append(writer, data, dpl_st_elems(&shard_tensors[i_tensor]) *
-                                           dpl_st_dtype_bytes(shard_tensors[i_tensor].dtype));
+    return dpl_st_append(writer, data,
+                         dpl_st_elems(&shard_tensors[i_tensor]) *
+                             dpl_st_dtype_bytes(shard_tensors[i_tensor].dtype));
 }
 
 static dpl_status short_fill(void *arg, size_t i_tensor, dpl_st_writer *writer)
@@ -475,12 +492,12 @@ static void shard_sets(void **state)
     // Bytes: F32 4, 16, 28, 40; BF16 4, 6, 10, 12, 16, 18: 154 in all.
     static const struct {
         size_t shard_bytes, n_files;
-    } cases[] = {{40, 5}, {64, 3}, {1, 10}, {0, 1}, {60, 3}, {1000, 1}, {64, 3},
-                 {154, 1}, {153, 2}};
+    } cases[] = {{40, 5},   {64, 3}, {1, 10},  {0, 1},  {60, 3},
+                 {1000, 1}, {64, 3}, {154, 1}, {153, 2}};
     for (size_t i = 0; i < DPL_COUNT(cases); i++) {
         int first = (int)i + 1;
-        check_ok(dpl_shards_write(dir, shard_tensors, N_TENSORS, cases[i].shard_bytes, fill,
-                                  &first));
+        check_ok(
+            dpl_shards_write(dir, shard_tensors, N_TENSORS, cases[i].shard_bytes, fill, &first));
         check_shards(dir, first, cases[i].n_files);
         const size_t n_files = cases[i].n_files; // no stale file, one index
         assert_int_equal(scratch_count(dir), 1 + n_files + (n_files > 1));
@@ -507,8 +524,8 @@ static void shard_stale(void **state)
     check_shards(dir, first, 3);
     // Both forms: the single file wins, with a notice.
     check_ok(dpl_shards_write(scratch_path("."), shard_tensors, N_TENSORS, 0, fill, &(int){7}));
-    assert_int_equal(rename(scratch_path("model.safetensors"),
-                            scratch_path("stale/model.safetensors")), 0);
+    assert_int_equal(
+        rename(scratch_path("model.safetensors"), scratch_path("stale/model.safetensors")), 0);
     scratch_log_start();
     check_shards(dir, 7, 1);
     assert_non_null(strstr(scratch_log_stop(), "the index is not used"));
@@ -528,8 +545,8 @@ static void edit_index(const char *dir, const char *tensor, const char *file, js
         json_object_set_new(map, tensor, json_string(file));
     else
         json_object_del(map, tensor);
-    if (total) json_object_set_new(json_object_get(index, "metadata"), "total_size",
-                                   json_integer(total));
+    if (total)
+        json_object_set_new(json_object_get(index, "metadata"), "total_size", json_integer(total));
     check_ok(dpl_json_write(path, index));
     json_decref(index);
 }
@@ -616,7 +633,8 @@ static void shard_writer_errors(void **state)
             assert_true(n_files <= 4);
             for (int i = 1; i <= 3; i++) {
                 const bool there = dpl_path_exists(scratch_path("swe/model-0000%d-of-00003"
-                                                                ".safetensors", i));
+                                                                ".safetensors",
+                                                                i));
                 assert_int_equal(there, n_files >= (size_t)i);
             }
         }
@@ -649,13 +667,15 @@ static void compare_folder(const char *name)
         assert_non_null(got);
         assert_string_equal(dpl_st_dtype_name(got->dtype), w->dtype);
         assert_int_equal(got->rank, w->n_dims);
-        for (int j = 0; j < got->rank; j++) assert_int_equal(got->shape[j], w->shape[j]);
+        for (int j = 0; j < got->rank; j++)
+            assert_int_equal(got->shape[j], w->shape[j]);
         assert_int_equal(got->bytes, w->bytes);
         assert_memory_equal(got->data, w->data, w->bytes);
         double *values = fixture_values(w);
         float *f32 = malloc(w->n * sizeof *f32);
         check_ok(dpl_st_read_f32(got, 0, w->n, f32));
-        for (size_t j = 0; j < w->n; j++) assert_true((double)f32[j] == values[j]);
+        for (size_t j = 0; j < w->n; j++)
+            assert_true((double)f32[j] == values[j]);
         free(f32);
         free(values);
     }
@@ -667,15 +687,28 @@ static void compare_folder(const char *name)
 static void reference_models(void **state)
 {
     (void)state;
-    static const char *const names[] = {
-        "deepseek_v3", "deepseek_v3_noqlora", "deepseek_v3_yarn", "deepseek_v3_halfrope",
-        "deepseek_v3_bf16", "deepseek_v3_mtp", "deepseek_v2", "deepseek_v2_group", "qwen3_moe",
-        "mixtral", "olmoe", "qwen2_moe", "glm4_moe", "gpt_oss", "llama", "maxtext_trajectory"};
+    static const char *const names[] = {"deepseek_v3",
+                                        "deepseek_v3_noqlora",
+                                        "deepseek_v3_yarn",
+                                        "deepseek_v3_halfrope",
+                                        "deepseek_v3_bf16",
+                                        "deepseek_v3_mtp",
+                                        "deepseek_v2",
+                                        "deepseek_v2_group",
+                                        "qwen3_moe",
+                                        "mixtral",
+                                        "olmoe",
+                                        "qwen2_moe",
+                                        "glm4_moe",
+                                        "gpt_oss",
+                                        "llama",
+                                        "maxtext_trajectory"};
     if (!fixture_root()) {
         print_message("SKIPPED: reference_models: no fixtures\n");
         skip();
     }
-    for (size_t i = 0; i < DPL_COUNT(names); i++) compare_folder(names[i]);
+    for (size_t i = 0; i < DPL_COUNT(names); i++)
+        compare_folder(names[i]);
     dpl_st_file *file;
     check_ok(dpl_st_open(fixture_path("formats.safetensors"), &file));
     assert_int_equal(dpl_st_find(file, "nv.packed")->dtype, DPL_ST_U8);
@@ -694,12 +727,12 @@ int main(void)
 {
     make_tensors();
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(hostile_headers), cmocka_unit_test(hostile_sizes),
-        cmocka_unit_test(truncated),       cmocka_unit_test(half_values),
-        cmocka_unit_test(all_dtypes),      cmocka_unit_test(round_trip),
-        cmocka_unit_test(no_tensors),      cmocka_unit_test(writer_errors),
-        cmocka_unit_test(writer_faults),   cmocka_unit_test(shard_sets),
-        cmocka_unit_test(shard_stale),     cmocka_unit_test(shard_errors),
+        cmocka_unit_test(hostile_headers),     cmocka_unit_test(hostile_sizes),
+        cmocka_unit_test(truncated),           cmocka_unit_test(half_values),
+        cmocka_unit_test(all_dtypes),          cmocka_unit_test(round_trip),
+        cmocka_unit_test(no_tensors),          cmocka_unit_test(writer_errors),
+        cmocka_unit_test(writer_faults),       cmocka_unit_test(shard_sets),
+        cmocka_unit_test(shard_stale),         cmocka_unit_test(shard_errors),
         cmocka_unit_test(shard_writer_errors), cmocka_unit_test(reference_models),
     };
     return cmocka_run_group_tests(tests, scratch_open, scratch_close);

@@ -43,7 +43,8 @@ static void check_bytes(const dpl_source *source, uint64_t first, const void *by
     int32_t *ids = malloc((n + 1) * sizeof *ids);
     ids[n] = -7;
     dpl_source_read(source, first, n, ids);
-    for (size_t i = 0; i < n; i++) assert_int_equal(ids[i], ((const uint8_t *)bytes)[i]);
+    for (size_t i = 0; i < n; i++)
+        assert_int_equal(ids[i], ((const uint8_t *)bytes)[i]);
     assert_int_equal(ids[n], -7);
     free(ids);
 }
@@ -68,7 +69,8 @@ static void text_bytes(void **state)
     static const size_t sizes[] = {4095, 4096, 4097, 65535, 65536, 65537, 300000};
     for (size_t i = 0; i < DPL_COUNT(sizes); i++) {
         uint8_t *text = malloc(sizes[i]);
-        for (size_t j = 0; j < sizes[i]; j++) text[j] = (uint8_t)"\xe2\x80\x99"[j % 3];
+        for (size_t j = 0; j < sizes[i]; j++)
+            text[j] = (uint8_t) "\xe2\x80\x99"[j % 3];
         scratch_write(path, text, sizes[i]);
         source = open_text(path);
         assert_int_equal(dpl_source_tokens(source), sizes[i]);
@@ -84,7 +86,8 @@ static void text_errors(void **state)
     (void)state;
     dpl_source *source = NULL;
     const char *path = scratch_path("small.txt");
-    scratch_text(path, "ab\x7f" "c\x80");
+    scratch_text(path, "ab\x7f"
+                       "c\x80");
     check_ok(dpl_source_open(path, DPL_SOURCE_TEXT, 0, 129, &source));
     dpl_source_close(&source);
     check_error(dpl_source_open(path, DPL_SOURCE_TEXT, 0, 128, &source), DPL_EFORMAT,
@@ -159,8 +162,8 @@ static void text_folder(void **state)
     for (size_t i = 1;; i++) { // memory
         dpl_fault_alloc(i);
         scratch_log_start();
-        const dpl_status status =
-            dpl_source_open(scratch_path("f"), DPL_SOURCE_TEXT, 0, 256, &source);
+        const dpl_status status = dpl_source_open(scratch_path("f"), DPL_SOURCE_TEXT, 0, 256,
+                                                  &source);
         scratch_log_stop();
         dpl_fault_alloc(0);
         if (status == DPL_OK) break;
@@ -182,7 +185,8 @@ static void many_sizes(void **state)
         const size_t kind = dpl_rng_u64(seed, 0, i) % 4;
         const size_t limit = ((const size_t[]){20, 5000, 65536, 200000})[kind];
         const size_t n = 1 + dpl_rng_u64(seed, 1, i) % limit;
-        for (size_t j = 0; j < n; j++) all[n_all + j] = (uint8_t)dpl_rng_u64(seed, i + 2, j / 8);
+        for (size_t j = 0; j < n; j++)
+            all[n_all + j] = (uint8_t)dpl_rng_u64(seed, i + 2, j / 8);
         scratch_write(scratch_path("sizes/%03zu", i), all + n_all, n);
         starts[i] = n_all;
         n_all += n;
@@ -191,7 +195,8 @@ static void many_sizes(void **state)
     dpl_source *source = open_text(scratch_path("sizes"));
     assert_int_equal(dpl_source_tokens(source), n_all);
     assert_int_equal(dpl_source_documents(source), 100);
-    for (size_t i = 0; i <= 100; i++) assert_int_equal(dpl_source_document(source, i), starts[i]);
+    for (size_t i = 0; i <= 100; i++)
+        assert_int_equal(dpl_source_document(source, i), starts[i]);
     check_bytes(source, 0, all, n_all);
     for (size_t i = 0; i < 2000; i++) {
         const size_t first = dpl_rng_u64(seed, 500, i) % n_all;
@@ -324,7 +329,7 @@ static void bin_headers(void **state)
     (void)state;
     static const struct {
         uint32_t magic, version, n;
-        size_t bytes; // behind the header
+        size_t bytes;     // behind the header
         const char *part; // NULL: a good file
     } cases[] = {
         {20240520, 1, 4, 8, NULL},
@@ -417,7 +422,8 @@ static void bin_folder(void **state)
         assert_int_equal(dpl_source_document(source, i), starts[i]);
     int32_t ids[6];
     dpl_source_read(source, 0, 6, ids);
-    for (int i = 0; i < 6; i++) assert_int_equal(ids[i], i + 1);
+    for (int i = 0; i < 6; i++)
+        assert_int_equal(ids[i], i + 1);
     dpl_source_close(&source);
 }
 
@@ -459,10 +465,10 @@ static void huge_offsets(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(text_bytes),     cmocka_unit_test(text_errors),
-        cmocka_unit_test(text_folder),    cmocka_unit_test(many_sizes),
-        cmocka_unit_test(many_documents), cmocka_unit_test(bin_round_trip),
-        cmocka_unit_test(bin_write_errors), cmocka_unit_test(bin_headers),
+        cmocka_unit_test(text_bytes),         cmocka_unit_test(text_errors),
+        cmocka_unit_test(text_folder),        cmocka_unit_test(many_sizes),
+        cmocka_unit_test(many_documents),     cmocka_unit_test(bin_round_trip),
+        cmocka_unit_test(bin_write_errors),   cmocka_unit_test(bin_headers),
         cmocka_unit_test(bin_without_header), cmocka_unit_test(bin_folder),
         cmocka_unit_test(huge_offsets),
     };

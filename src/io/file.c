@@ -19,7 +19,7 @@
 #include "io/io.h"
 
 #define CHECKSUM_BLOCK ((size_t)1 << 20)
-#define N_OPEN_MAX 32 // descriptors that a walk over a tree may hold
+#define N_OPEN_MAX     32 // descriptors that a walk over a tree may hold
 
 static atomic_size_t fault_countdown;
 
@@ -106,8 +106,7 @@ dpl_status dpl_path_join(const char *dir, const char *name, char *out)
 {
     const size_t dir_bytes = strlen(dir), name_bytes = strlen(name);
     const bool slash = dir_bytes > 0 && dir[dir_bytes - 1] != '/';
-    if (dir_bytes + slash + name_bytes + 1 > PATH_MAX)
-        return fail_long(dir_bytes > 0 ? dir : name);
+    if (dir_bytes + slash + name_bytes + 1 > PATH_MAX) return fail_long(dir_bytes > 0 ? dir : name);
     memmove(out, dir, dir_bytes);
     if (slash) out[dir_bytes] = '/';
     memcpy(out + dir_bytes + slash, name, name_bytes + 1);
@@ -119,14 +118,17 @@ static dpl_status split_path(const char *path, char *dir, char *name)
 {
     size_t end = strlen(path);
     if (end >= PATH_MAX) return fail_long(path);
-    while (end > 0 && path[end - 1] == '/') end--;
+    while (end > 0 && path[end - 1] == '/')
+        end--;
     size_t start = end;
-    while (start > 0 && path[start - 1] != '/') start--;
+    while (start > 0 && path[start - 1] != '/')
+        start--;
     memcpy(name, path + start, end - start);
     name[end - start] = '\0';
     if (!*name || !strcmp(name, ".") || !strcmp(name, ".."))
         return dpl_fail(DPL_EINVAL, "'%s' does not end in a name", path);
-    while (start > 1 && path[start - 1] == '/') start--;
+    while (start > 1 && path[start - 1] == '/')
+        start--;
     memcpy(dir, path, start);
     if (start == 0) dir[start++] = '.';
     dir[start] = '\0';
@@ -313,8 +315,10 @@ dpl_status dpl_stage_commit(const char *staged_path, const char *final_path)
         // Both names are whole at every moment; the old folder is removed only after the sync.
         if (rename_path(staged_path, final_path, RENAME_EXCHANGE) != 0)
             return errno == EINVAL || errno == ENOSYS
-                       ? dpl_fail(DPL_ENOSUP, "this file system cannot replace %s in one step: "
-                                  "remove it first", final_path)
+                       ? dpl_fail(DPL_ENOSUP,
+                                  "this file system cannot replace %s in one step: "
+                                  "remove it first",
+                                  final_path)
                        : dpl_fail(DPL_EIO, "cannot replace %s: %m", final_path);
     }
     DPL_TRY(sync_parent(final_path));

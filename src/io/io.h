@@ -1,9 +1,9 @@
 /*
- * io.h - files: safetensors, model directories, atomic directories, JSON and YAML glue, text and tokens.
+ * io.h - files: all-or-nothing writing, JSON and YAML, safetensors, model directories, tokens.
  *
- * Every reader treats its file as hostile: bounds, overflow, duplicates and missing names are errors
- * (DPL_EFORMAT) with the file's name and the byte offset, DPL_EIO where the system refused.
- * Sizes are checked when a file is opened; one that another program cuts short afterwards is not survived.
+ * Every reader treats its file as hostile: bounds, overflow, duplicates and missing names are
+ * errors (DPL_EFORMAT) with the file's name and the byte offset, DPL_EIO where the system refused.
+ * Sizes are checked when a file is opened; reading one that is cut short later crashes.
  */
 #ifndef DPL_IO_H
 #define DPL_IO_H
@@ -13,68 +13,91 @@
 
 #include "base/base.h"
 
-/* ---- files (file.c) --------------------------------------------------------------------------- */
+/* ---- files (file.c) -------------------------------------------------------------------------- */
 
 typedef struct dpl_map { // a whole file, mapped read-only
     const uint8_t *data;
     size_t bytes;
 } dpl_map;
-dpl_status dpl_map_open(const char *path, dpl_map *map_out); // an empty file has data "" and 0 bytes
+dpl_status dpl_map_open(const char *path, dpl_map *map_out); // an empty file: "" and 0 bytes
 void dpl_map_close(dpl_map *map);
 
 bool dpl_path_exists(const char *path);
 bool dpl_path_is_dir(const char *path);
 dpl_status dpl_make_dirs(const char *path); // like mkdir -p
 dpl_status dpl_remove_tree(const char *path);
-// "DIR/NAME" into out, which holds PATH_MAX bytes; a longer path is an error, as it is in all functions here.
+// "DIR/NAME" into out, which holds PATH_MAX bytes; a longer path is an error, as it is in all
+// functions here.
 dpl_status dpl_path_join(const char *dir, const char *name, char *out);
 
-// A file that appears under its name at commit, synced, or not at all. Until then its bytes are in "DIR/.NAME.tmp".
+// A file that appears under its name at commit, synced, or not at all. Until then its bytes are in
+// "DIR/.NAME.tmp".
 typedef struct dpl_out {
     char *path, *temp;
     int fd;
 } dpl_out;
 dpl_status dpl_out_open(const char *path, dpl_out *out);
 dpl_status dpl_out_write(dpl_out *out, const void *data, size_t bytes);
-dpl_status dpl_out_commit(dpl_out *out); // after a failure too, `out` is done with and the temporary file is gone
+// After a failure too, `out` is done with and the temporary file is gone.
+dpl_status dpl_out_commit(dpl_out *out);
 void dpl_out_abandon(dpl_out *out);
 // The same for bytes that are all there.
 dpl_status dpl_write_file(const char *path, const void *data, size_t bytes);
 dpl_status dpl_sync_dir(const char *path);
-// An all-or-nothing directory: stage gives an empty "PARENT/.NAME.tmp" to be filled, commit syncs all files in it
-// and renames it to PARENT/NAME (replacing an older one only after the new one is whole); abandon removes it.
-// After a failed commit the caller abandons. Replacing needs a file system that can swap two names (DPL_ENOSUP). A kill at any moment leaves either the old directory or the new one under the final name.
+// An all-or-nothing directory: stage gives an empty "PARENT/.NAME.tmp" to be filled, commit syncs
+// all files in it and renames it to PARENT/NAME (replacing an older one only after the new one is
+// whole); abandon removes it. After a failed commit the caller abandons. Replacing needs a file
+// system that can swap two names (DPL_ENOSUP). A kill at any moment leaves either the old directory
+// or the new one under the final name.
 dpl_status dpl_stage_open(const char *final_path, char *staged_path_out, size_t path_size);
 dpl_status dpl_stage_commit(const char *staged_path, const char *final_path);
 void dpl_stage_abandon(const char *staged_path);
 // 64-bit checksum of a file's bytes (dpl_hash64 over blocks), and its size.
 dpl_status dpl_file_checksum(const char *path, uint64_t *sum_out, uint64_t *bytes_out);
-// Tests: the n-th write, sync or rename from now fails with ENOSPC, once; a write leaves half its bytes (0: off).
+// Tests: the n-th write, sync or rename from now fails with ENOSPC, once; a write leaves half its
+// bytes (0: off).
 void dpl_fault_write(size_t nth);
 
-/* ---- JSON, YAML (text_formats.c) ---------------------------------------------------------------- */
+/* ---- JSON, YAML (text_formats.c) ------------------------------------------------------------- */
 
 // Reads a JSON object, duplicate keys refused. Owned by the caller: json_decref().
 dpl_status dpl_json_read(const char *path, json_t **object_out);
-dpl_status dpl_json_write(const char *path, const json_t *object); // atomic, numbers round-trip, sorted keys off
+// All or nothing; numbers round-trip, keys keep their order.
+dpl_status dpl_json_write(const char *path, const json_t *object);
 
-// A flat YAML mapping (what MaxText's configurations are). Calls fn for each key in file order with the scalar's
-// text; a sequence comes as its JSON text (["silu", "linear"]), null and "" as "". Nested mappings, anchors, tags,
-// duplicate keys and several documents are errors with file and line; so is a failing fn, whose text they precede.
+// A flat YAML mapping (what MaxText's configurations are). Calls fn for each key in file order with
+// the scalar's text; a sequence comes as its JSON text (["silu", "linear"]), null and "" as "".
+// Nested mappings, anchors, tags, duplicate keys and several documents are errors with file and
+// line; so is a failing fn, whose text they precede.
 typedef dpl_status (*dpl_yaml_fn)(void *arg, const char *key, const char *value, int line);
 dpl_status dpl_yaml_read(const char *path, dpl_yaml_fn fn, void *arg);
 
-// Locale-independent numbers, whole string or nothing. Infinite or NaN results are refused. Underscores between
-// digits and 0x are accepted for integers (YAML 1.1 habits), exponents without a dot (2e-5) for floats; every integer
-// is a float too. 010 is no integer, because it means 8 to some readers and 10 to others.
+// Locale-independent numbers, whole string or nothing. Infinite or NaN results are refused.
+// Underscores between digits and 0x are accepted for integers (YAML 1.1 habits), exponents without
+// a dot (2e-5) for floats; every integer is a float too. 010 is no integer, because it means 8 to
+// some readers and 10 to others.
 dpl_status dpl_parse_f64(const char *text, double *value_out);
 dpl_status dpl_parse_i64(const char *text, int64_t *value_out);
 
-/* ---- safetensors (safetensors.c) ---------------------------------------------------------------- */
+/* ---- safetensors (safetensors.c) ------------------------------------------------------------- */
 
 typedef enum dpl_st_dtype {
-    DPL_ST_BOOL, DPL_ST_U8, DPL_ST_I8, DPL_ST_F8_E5M2, DPL_ST_F8_E4M3, DPL_ST_F8_E8M0, DPL_ST_I16, DPL_ST_U16,
-    DPL_ST_F16, DPL_ST_BF16, DPL_ST_I32, DPL_ST_U32, DPL_ST_F32, DPL_ST_F64, DPL_ST_I64, DPL_ST_U64,
+    DPL_ST_BOOL,
+    DPL_ST_U8,
+    DPL_ST_I8,
+    DPL_ST_F8_E5M2,
+    DPL_ST_F8_E4M3,
+    DPL_ST_F8_E8M0,
+    DPL_ST_I16,
+    DPL_ST_U16,
+    DPL_ST_F16,
+    DPL_ST_BF16,
+    DPL_ST_I32,
+    DPL_ST_U32,
+    DPL_ST_F32,
+    DPL_ST_F64,
+    DPL_ST_I64,
+    DPL_ST_U64,
     DPL_ST_N
 } dpl_st_dtype;
 const char *dpl_st_dtype_name(dpl_st_dtype dtype); // "F32"
@@ -92,22 +115,23 @@ typedef struct dpl_st_tensor {
 size_t dpl_st_elems(const dpl_st_tensor *tensor);
 
 typedef struct dpl_st_file dpl_st_file;
-// Checks everything: header size (< 100 MB and inside the file), UTF-8, JSON, duplicates, dtype, shape overflow,
-// offsets inside the file, no overlap, no hole, size = product(shape) * dtype.
+// Checks everything: header size (< 100 MB and inside the file), UTF-8, JSON, duplicates, dtype,
+// shape overflow, offsets inside the file, no overlap, no hole, size = product(shape) * dtype.
 dpl_status dpl_st_open(const char *path, dpl_st_file **file_out);
 void dpl_st_close(dpl_st_file **file);
 size_t dpl_st_count(const dpl_st_file *file);
-const dpl_st_tensor *dpl_st_at(const dpl_st_file *file, size_t i);             // in file order
-const dpl_st_tensor *dpl_st_find(const dpl_st_file *file, const char *name);   // NULL: none
+const dpl_st_tensor *dpl_st_at(const dpl_st_file *file, size_t i);           // in file order
+const dpl_st_tensor *dpl_st_find(const dpl_st_file *file, const char *name); // NULL: none
 const char *dpl_st_path(const dpl_st_file *file);
-const char *dpl_st_metadata(const dpl_st_file *file, const char *key);         // NULL: none
+const char *dpl_st_metadata(const dpl_st_file *file, const char *key); // NULL: none
 // Converts F64, F32, F16, BF16 to fp32; elements first .. first+n-1. Other dtypes are an error.
 dpl_status dpl_st_read_f32(const dpl_st_tensor *tensor, size_t first, size_t n, float *dst);
 // Converts any integer dtype to int64.
 dpl_status dpl_st_read_i64(const dpl_st_tensor *tensor, size_t first, size_t n, int64_t *dst);
 
-// Streaming writer: all tensors are declared first (names unique), then their bytes are appended in that order, in as
-// many pieces as wanted. The file appears under `path` at close, synced; on any error, or abandon, nothing is left.
+// Streaming writer: all tensors are declared first (names unique), then their bytes are appended in
+// that order, in as many pieces as wanted. The file appears under `path` at close, synced; on any
+// error, or abandon, nothing is left.
 typedef struct dpl_st_writer dpl_st_writer;
 dpl_status dpl_st_create(const char *path, const dpl_st_tensor *tensors, size_t n_tensors,
                          const char *const *metadata /* key, value, ..., NULL; or NULL */,
@@ -117,36 +141,41 @@ uint64_t dpl_st_appended(const dpl_st_writer *writer); // bytes so far
 dpl_status dpl_st_finish(dpl_st_writer **writer); // checks that every byte came; closes in any case
 void dpl_st_abandon(dpl_st_writer **writer);
 
-/* ---- a model directory's weights: one file, or shards with an index (shards.c) ------------------- */
+/* ---- a model directory's weights: one file, or shards with an index (shards.c) --------------- */
 
-// model.safetensors (which wins if both are there), or model.safetensors.index.json and the shards that it names: the index decides which file holds
-// a tensor; a shard missing on disk, a name absent from its shard, or a tensor in a listed shard that the index does
-// not name is an error. Stale shards that the index does not name are ignored.
+// model.safetensors (which wins if both are there), or model.safetensors.index.json and the shards
+// that it names: the index decides which file holds a tensor; a shard missing on disk, a name
+// absent from its shard, or a tensor in a listed shard that the index does not name is an error.
+// Stale shards that the index does not name are ignored.
 typedef struct dpl_shards dpl_shards;
 dpl_status dpl_shards_open(const char *dir, dpl_shards **shards_out);
 void dpl_shards_close(dpl_shards **shards);
 size_t dpl_shards_count(const dpl_shards *shards);
 const dpl_st_tensor *dpl_shards_at(const dpl_shards *shards, size_t i, const char **file_out);
-const dpl_st_tensor *dpl_shards_find(const dpl_shards *shards, const char *name, const char **file_out);
+const dpl_st_tensor *dpl_shards_find(const dpl_shards *shards, const char *name,
+                                     const char **file_out);
 
-// Writes tensors to `dir` as model.safetensors, or as shards of at most shard_bytes (0: no limit; a larger tensor has a
-// shard of its own) with an index, and removes what an earlier call left there under other names. `fill` is called once
-// for each tensor and appends its bytes: wider dtypes first, so that every tensor is aligned in its file, else in order.
+// Writes tensors to `dir` as model.safetensors, or as shards of at most shard_bytes (0: no limit; a
+// larger tensor has a shard of its own) with an index, and removes what an earlier call left there
+// under other names. `fill` is called once for each tensor and appends its bytes: wider dtypes
+// first, so that every tensor is aligned in its file, else in order.
 typedef dpl_status (*dpl_fill_fn)(void *arg, size_t i_tensor, dpl_st_writer *writer);
-dpl_status dpl_shards_write(const char *dir, const dpl_st_tensor *tensors, size_t n_tensors, size_t shard_bytes,
-                            dpl_fill_fn fill, void *arg);
+dpl_status dpl_shards_write(const char *dir, const dpl_st_tensor *tensors, size_t n_tensors,
+                            size_t shard_bytes, dpl_fill_fn fill, void *arg);
 
-/* ---- text and tokens (tokens.c) ------------------------------------------------------------------ */
+/* ---- text and tokens (tokens.c) -------------------------------------------------------------- */
 
-// A source of tokens: documents one after the other. Text files (UTF-8 bytes as tokens, each file a document, byte exact:
-// nothing is dropped or replaced), or token shards: llm.c's header (256 int32: magic 20240520 and version 1: uint16, or
-// magic 20240801 and version 7 or 1: uint32; then the token count), or headerless with the width given; each a document.
-// A folder stands for its files, sorted by name, recursively; hidden ones are skipped, as are other names than *.bin
-// where shards are wanted.
+// A source of tokens: documents one after the other. Text files (UTF-8 bytes as tokens, each file a
+// document, byte exact: nothing is dropped or replaced), or token shards: llm.c's header (256
+// int32: magic 20240520 and version 1: uint16, or magic 20240801 and version 7 or 1: uint32; then
+// the token count), or headerless with the width given; each a document. A folder stands for its
+// files, sorted by name, recursively; hidden ones are skipped, as are other names than *.bin where
+// shards are wanted.
 typedef enum dpl_source_kind { DPL_SOURCE_TEXT, DPL_SOURCE_BIN } dpl_source_kind;
 typedef struct dpl_source dpl_source;
-// bin_width: 0 (the header decides), 2 or 4 (headerless). vocab: a token >= vocab is an error with file and offset, found
-// when the source is opened. Empty files are skipped with a notice; a source without any token is an error.
+// bin_width: 0 (the header decides), 2 or 4 (headerless). vocab: a token >= vocab is an error with
+// file and offset, found when the source is opened. Empty files are skipped with a notice; a source
+// without any token is an error.
 dpl_status dpl_source_open(const char *path, dpl_source_kind kind, int bin_width, size_t vocab,
                            dpl_source **source_out);
 void dpl_source_close(dpl_source **source);
@@ -154,9 +183,11 @@ uint64_t dpl_source_tokens(const dpl_source *source);
 size_t dpl_source_documents(const dpl_source *source);
 // First token of document i; i = n_documents gives the number of tokens.
 uint64_t dpl_source_document(const dpl_source *source, size_t i);
-size_t dpl_source_document_of(const dpl_source *source, uint64_t token); // the document that holds it
+// The document that holds a token.
+size_t dpl_source_document_of(const dpl_source *source, uint64_t token);
 void dpl_source_read(const dpl_source *source, uint64_t first, size_t n, int32_t *ids);
-// Writes a .bin shard with llm.c's header (uint16 if vocab <= 65536), streaming, atomically; n < 2^31.
+// Writes a .bin shard with llm.c's header (uint16 if vocab <= 65536), streaming, atomically; n <
+// 2^31.
 dpl_status dpl_bin_write(const char *path, size_t vocab, const int32_t *ids, size_t n);
 
 #endif

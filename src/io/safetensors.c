@@ -50,7 +50,8 @@ size_t dpl_st_dtype_bytes(dpl_st_dtype dtype)
 size_t dpl_st_elems(const dpl_st_tensor *tensor)
 {
     size_t n = 1;
-    for (int i = 0; i < tensor->rank; i++) n *= (size_t)tensor->shape[i];
+    for (int i = 0; i < tensor->rank; i++)
+        n *= (size_t)tensor->shape[i];
     return n;
 }
 
@@ -89,7 +90,8 @@ static const char *parse_tensor(const json_t *entry, uint64_t data_bytes, dpl_st
     const json_t *offsets = json_object_get(entry, "data_offsets");
     if (!dtype) return "no dtype";
     int i_dtype = 0;
-    while (i_dtype < DPL_ST_N && strcmp(dtypes[i_dtype].name, dtype)) i_dtype++;
+    while (i_dtype < DPL_ST_N && strcmp(dtypes[i_dtype].name, dtype))
+        i_dtype++;
     if (i_dtype == DPL_ST_N) return "an unknown dtype";
     tensor->dtype = (dpl_st_dtype)i_dtype;
 
@@ -182,15 +184,15 @@ static dpl_status take_tensors(dpl_st_file *file, size_t header_bytes, json_t *h
     if (!file->names || !file->tensors || !file->by_name)
         return dpl_fail(DPL_ENOMEM, "no memory for the header of %s", file->path);
     char *copy = file->names;
-    json_object_foreach(header, name, entry) {
+    json_object_foreach(header, name, entry)
+    {
         if (!strcmp(name, "__metadata__")) {
             DPL_TRY(take_metadata(file, header_bytes, entry));
             continue;
         }
         dpl_st_tensor *tensor = &file->tensors[file->n_tensors++];
         uint64_t begin = 0;
-        const char *wrong =
-            parse_tensor(entry, file->map.bytes - 8 - header_bytes, tensor, &begin);
+        const char *wrong = parse_tensor(entry, file->map.bytes - 8 - header_bytes, tensor, &begin);
         if (wrong)
             return dpl_fail(DPL_EFORMAT, "%s: byte %zu: tensor %.200s has %s", file->path,
                             entry_offset(file, header_bytes, name), name, wrong);
@@ -209,9 +211,10 @@ static dpl_status read_header(dpl_st_file *file)
                         file->path, file->map.bytes);
     memcpy(&bytes, file->map.data, 8);
     if (bytes > HEADER_BYTES_MAX || bytes > file->map.bytes - 8 || bytes < 2)
-        return dpl_fail(DPL_EFORMAT, "%s: byte 0: a header of %llu bytes in a file of %zu; not a "
-                        "whole safetensors file", file->path, (unsigned long long)bytes,
-                        file->map.bytes);
+        return dpl_fail(DPL_EFORMAT,
+                        "%s: byte 0: a header of %llu bytes in a file of %zu; not a "
+                        "whole safetensors file",
+                        file->path, (unsigned long long)bytes, file->map.bytes);
     if (file->map.data[8] != '{')
         return dpl_fail(DPL_EFORMAT, "%s: byte 8: the header does not start with '{'", file->path);
     json_error_t error;
@@ -306,15 +309,15 @@ static dpl_status check_range(const dpl_st_tensor *tensor, size_t first, size_t 
 }
 
 // One element of a tensor by its index, whatever the address.
-#define LOAD(type, i)                                                 \
-    type v;                                                           \
+#define LOAD(type, i) \
+    type v;           \
     memcpy(&v, tensor->data + (first + (i)) * sizeof(type), sizeof v)
-#define CONVERT(id, type, expression)     \
-    case DPL_ST_##id:                     \
-        for (size_t i = 0; i < n; i++) {  \
-            LOAD(type, i);                \
-            dst[i] = (expression);        \
-        }                                 \
+#define CONVERT(id, type, expression)    \
+    case DPL_ST_##id:                    \
+        for (size_t i = 0; i < n; i++) { \
+            LOAD(type, i);               \
+            dst[i] = (expression);       \
+        }                                \
         return DPL_OK;
 
 dpl_status dpl_st_read_f32(const dpl_st_tensor *tensor, size_t first, size_t n, float *dst)
@@ -381,9 +384,10 @@ static dpl_status add_tensor(const char *path, json_t *header, const dpl_st_tens
     uint64_t bytes, sum;
     bool good = (unsigned)tensor->dtype < DPL_ST_N && tensor->rank >= 0 &&
                 tensor->rank <= DPL_ST_RANK_MAX;
-    for (int i = 0; good && i < tensor->rank; i++) good = tensor->shape[i] >= 0;
-    if (!good || !shape_bytes(tensor, &bytes) ||
-        __builtin_add_overflow(*end, bytes, &sum) || sum > INT64_MAX)
+    for (int i = 0; good && i < tensor->rank; i++)
+        good = tensor->shape[i] >= 0;
+    if (!good || !shape_bytes(tensor, &bytes) || __builtin_add_overflow(*end, bytes, &sum) ||
+        sum > INT64_MAX)
         return dpl_fail(DPL_EINVAL, "%s: tensor %s has no valid dtype and shape", path,
                         tensor->name);
     if (!strcmp(tensor->name, "__metadata__") || json_object_get(header, tensor->name))

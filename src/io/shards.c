@@ -14,7 +14,7 @@
 #include "io/io.h"
 
 #define SINGLE_NAME "model.safetensors"
-#define INDEX_NAME "model.safetensors.index.json"
+#define INDEX_NAME  "model.safetensors.index.json"
 
 typedef struct place {
     const dpl_st_tensor *tensor;
@@ -43,7 +43,8 @@ static int compare_names(const void *a, const void *b)
 static dpl_status make_places(dpl_shards *shards, const char *dir)
 {
     size_t n = 0;
-    for (size_t i = 0; i < shards->n_files; i++) n += dpl_st_count(shards->files[i]);
+    for (size_t i = 0; i < shards->n_files; i++)
+        n += dpl_st_count(shards->files[i]);
     shards->places = dpl_alloc_array(n, sizeof *shards->places);
     shards->by_name = dpl_alloc_array(n, sizeof *shards->by_name);
     if (!shards->places || !shards->by_name)
@@ -75,12 +76,15 @@ static dpl_status list_files(const char *path, json_t *map, const char ***names_
     const char *tensor;
     json_t *file;
     size_t n = 0, n_distinct = 0;
-    json_object_foreach(map, tensor, file) {
+    json_object_foreach(map, tensor, file)
+    {
         const char *name = json_string_value(file);
         if (!name || !*name || strchr(name, '/')) {
             dpl_free(names);
-            return dpl_fail(DPL_EFORMAT, "%s: weight_map: tensor %.200s: expected the name of a "
-                            "file in this folder", path, tensor);
+            return dpl_fail(DPL_EFORMAT,
+                            "%s: weight_map: tensor %.200s: expected the name of a "
+                            "file in this folder",
+                            path, tensor);
         }
         names[n++] = name;
     }
@@ -105,7 +109,8 @@ static dpl_status compare_with_index(const dpl_shards *shards, const char *path,
     }
     const char *name;
     json_t *file;
-    json_object_foreach(map, name, file) {
+    json_object_foreach(map, name, file)
+    {
         if (!dpl_shards_find(shards, name, NULL))
             return dpl_fail(DPL_EFORMAT, "%s: weight_map: tensor %.200s is not in %s", path, name,
                             json_string_value(file));
@@ -118,7 +123,8 @@ static void check_total(const dpl_shards *shards, const char *path, const json_t
 {
     const json_t *total = json_object_get(json_object_get(index, "metadata"), "total_size");
     uint64_t bytes = 0;
-    for (size_t i = 0; i < shards->n_places; i++) bytes += shards->places[i].tensor->bytes;
+    for (size_t i = 0; i < shards->n_places; i++)
+        bytes += shards->places[i].tensor->bytes;
     if (json_is_number(total) && json_number_value(total) != (double)bytes)
         dpl_log("note: %s: total_size is %.0f, but its tensors have %llu bytes", path,
                 json_number_value(total), (unsigned long long)bytes);
@@ -127,8 +133,7 @@ static void check_total(const dpl_shards *shards, const char *path, const json_t
 static dpl_status open_index(dpl_shards *shards, const char *dir, const char *path, json_t *index)
 {
     json_t *map = json_object_get(index, "weight_map");
-    if (!json_is_object(map))
-        return dpl_fail(DPL_EFORMAT, "%s: no object named weight_map", path);
+    if (!json_is_object(map)) return dpl_fail(DPL_EFORMAT, "%s: no object named weight_map", path);
     const char **names = NULL;
     size_t n_names = 0;
     DPL_TRY(list_files(path, map, &names, &n_names));
@@ -182,7 +187,8 @@ dpl_status dpl_shards_open(const char *dir, dpl_shards **shards_out)
 void dpl_shards_close(dpl_shards **shards)
 {
     if (!shards || !*shards) return;
-    for (size_t i = 0; i < (*shards)->n_files; i++) dpl_st_close(&(*shards)->files[i]);
+    for (size_t i = 0; i < (*shards)->n_files; i++)
+        dpl_st_close(&(*shards)->files[i]);
     dpl_free((*shards)->by_name);
     dpl_free((*shards)->places);
     dpl_free((*shards)->files);
@@ -276,7 +282,8 @@ static dpl_status make_index(const shard_plan *plan, json_t **index_out)
     if (!index) return dpl_fail(DPL_ENOMEM, "no memory to write %s", plan->dir);
     dpl_status status = DPL_OK;
     for (size_t i = 0, shard = 0; i < plan->n_tensors && status == DPL_OK; i++) {
-        while (i >= plan->shard_end[shard]) shard++;
+        while (i >= plan->shard_end[shard])
+            shard++;
         const char *name = plan->tensors[i].name;
         char file[64];
         shard_name(plan, shard, file);
@@ -346,7 +353,8 @@ dpl_status dpl_shards_write(const char *dir, const dpl_st_tensor *tensors, size_
     json_t *index = NULL;
     dpl_status status = make_plan(&plan, tensors, shard_bytes);
     if (status == DPL_OK) status = make_index(&plan, &index);
-    for (size_t i = 0; i < plan.n_shards && status == DPL_OK; i++) status = write_shard(&plan, i);
+    for (size_t i = 0; i < plan.n_shards && status == DPL_OK; i++)
+        status = write_shard(&plan, i);
     char path[PATH_MAX];
     if (status == DPL_OK && plan.n_shards > 1) {
         status = dpl_path_join(dir, INDEX_NAME, path);

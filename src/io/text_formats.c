@@ -13,8 +13,8 @@
 
 #include "io/io.h"
 
-#define YAML_BYTES_MAX ((size_t)16 << 20) // a configuration; the parser's time is not linear
-#define YAML_DEPTH_MAX 16
+#define YAML_BYTES_MAX   ((size_t)16 << 20) // a configuration; the parser's time is not linear
+#define YAML_DEPTH_MAX   16
 #define NUMBER_CHARS_MAX 512
 
 /* ---- numbers -------------------------------------------------------------------------------- */

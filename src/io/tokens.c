@@ -15,19 +15,19 @@
 
 #include "io/io.h"
 
-#define SMALL_BYTES ((size_t)64 << 10) // smaller files are copied: a mapping costs a page and more
-#define BLOCK_BYTES ((size_t)1 << 20)
+#define SMALL_BYTES  ((size_t)64 << 10) // smaller files are copied: a mapping costs a page and more
+#define BLOCK_BYTES  ((size_t)1 << 20)
 #define MAPPINGS_MAX 32768 // half of what Linux allows a process by default
 #define HEADER_BYTES 1024
-#define MAGIC_U16 20240520
-#define MAGIC_U32 20240801
-#define VERSION_U16 1
-#define VERSION_U32 7 // llm.c's own number for this magic; version 1 is read as well
+#define MAGIC_U16    20240520
+#define MAGIC_U32    20240801
+#define VERSION_U16  1
+#define VERSION_U32  7 // llm.c's own number for this magic; version 1 is read as well
 
 typedef struct piece {
     uint64_t first; // its first token
     const uint8_t *data;
-    int width; // bytes of a token
+    int width;      // bytes of a token
     dpl_map map;    // data is in here,
     uint8_t *block; // or in here: BLOCK_BYTES or one large file
     size_t block_left;
@@ -79,13 +79,17 @@ static size_t find_bad(const uint8_t *data, int width, size_t n, size_t vocab)
         const size_t end = DPL_MIN(n, start + 4096);
         uint32_t max = 0;
         if (width == 1)
-            for (size_t i = start; i < end; i++) max = DPL_MAX(max, load_token(data, 1, i));
+            for (size_t i = start; i < end; i++)
+                max = DPL_MAX(max, load_token(data, 1, i));
         else if (width == 2)
-            for (size_t i = start; i < end; i++) max = DPL_MAX(max, load_token(data, 2, i));
+            for (size_t i = start; i < end; i++)
+                max = DPL_MAX(max, load_token(data, 2, i));
         else
-            for (size_t i = start; i < end; i++) max = DPL_MAX(max, load_token(data, 4, i));
+            for (size_t i = start; i < end; i++)
+                max = DPL_MAX(max, load_token(data, 4, i));
         if (max < vocab) continue;
-        while (load_token(data, width, start) < vocab) start++;
+        while (load_token(data, width, start) < vocab)
+            start++;
         return start;
     }
     return n;
@@ -99,18 +103,23 @@ static dpl_status bin_layout(const char *path, const dpl_map *map, int *width, s
     const bool magic = head[0] == MAGIC_U16 || head[0] == MAGIC_U32;
     if (*width != 0) {
         if (magic && map->bytes >= HEADER_BYTES)
-            return dpl_fail(DPL_EFORMAT, "%s: byte 0: a header, though the width is given; "
-                            "leave the width out", path);
+            return dpl_fail(DPL_EFORMAT,
+                            "%s: byte 0: a header, though the width is given; "
+                            "leave the width out",
+                            path);
         if (map->bytes % (size_t)*width != 0)
-            return dpl_fail(DPL_EFORMAT, "%s: byte %zu: half a token; %zu bytes are no multiple of "
-                            "%d", path, map->bytes - map->bytes % (size_t)*width, map->bytes,
-                            *width);
+            return dpl_fail(DPL_EFORMAT,
+                            "%s: byte %zu: half a token; %zu bytes are no multiple of "
+                            "%d",
+                            path, map->bytes - map->bytes % (size_t)*width, map->bytes, *width);
         *offset = 0;
         return DPL_OK;
     }
     if (!magic || map->bytes < HEADER_BYTES)
-        return dpl_fail(DPL_EFORMAT, "%s: byte 0: no token header (magic %d or %d); a headerless "
-                        "file needs its width given", path, MAGIC_U16, MAGIC_U32);
+        return dpl_fail(DPL_EFORMAT,
+                        "%s: byte 0: no token header (magic %d or %d); a headerless "
+                        "file needs its width given",
+                        path, MAGIC_U16, MAGIC_U32);
     const uint32_t version = head[0] == MAGIC_U16 ? VERSION_U16 : VERSION_U32;
     if (head[1] != version && head[1] != 1)
         return dpl_fail(DPL_EFORMAT, "%s: byte 4: version %u, expected %u", path, head[1], version);
@@ -134,8 +143,11 @@ static dpl_status add_copy(dpl_source *source, const uint8_t *data, size_t bytes
         uint8_t *block = dpl_alloc(block_bytes);
         if (!block) return dpl_fail(DPL_ENOMEM, "no memory for a block of %zu bytes", block_bytes);
         last = &source->pieces[source->n_pieces++];
-        *last = (piece){.first = source->n_tokens, .data = block, .width = width,
-                        .block = block, .block_left = block_bytes};
+        *last = (piece){.first = source->n_tokens,
+                        .data = block,
+                        .width = width,
+                        .block = block,
+                        .block_left = block_bytes};
     }
     const size_t used = (size_t)(source->n_tokens - last->first) * (size_t)width;
     memcpy(last->block + used, data, bytes);
@@ -166,8 +178,8 @@ static dpl_status add_data(dpl_source *source, const char *path, dpl_map *map)
         DPL_TRY(add_copy(source, data, bytes, width));
     } else {
         DPL_TRY(grow(&source->pieces, &source->pieces_room, source->n_pieces, sizeof(piece)));
-        source->pieces[source->n_pieces++] =
-            (piece){.first = source->n_tokens, .data = data, .width = width, .map = *map};
+        source->pieces[source->n_pieces++] = (piece){
+            .first = source->n_tokens, .data = data, .width = width, .map = *map};
         source->n_mappings++;
         *map = (dpl_map){NULL, 0};
     }
@@ -235,7 +247,8 @@ static dpl_status list_folder(folder *f, const char *path)
     f->names = dpl_alloc_array(f->n_names, sizeof *f->names);
     if (!f->names) return dpl_fail(DPL_ENOMEM, "no memory for %zu file names", f->n_names);
     const char *at = f->pool;
-    for (size_t i = 0; i < f->n_names; i++, at += strlen(at) + 1) f->names[i] = at;
+    for (size_t i = 0; i < f->n_names; i++, at += strlen(at) + 1)
+        f->names[i] = at;
     qsort(f->names, f->n_names, sizeof *f->names, compare_names);
     return DPL_OK;
 }
@@ -358,7 +371,8 @@ void dpl_source_read(const dpl_source *source, uint64_t first, size_t n, int32_t
         const uint64_t end = i + 1 < source->n_pieces ? p[1].first : source->n_tokens;
         const size_t n_here = (size_t)DPL_MIN((uint64_t)n, end - first);
         const uint8_t *data = p->data + (size_t)(first - p->first) * (size_t)p->width;
-        for (size_t j = 0; j < n_here; j++) ids[j] = (int32_t)load_token(data, p->width, j);
+        for (size_t j = 0; j < n_here; j++)
+            ids[j] = (int32_t)load_token(data, p->width, j);
         first += n_here;
         ids += n_here;
         n -= n_here;
