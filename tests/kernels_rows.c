@@ -2,6 +2,7 @@
 #include <math.h>
 #include <stddef.h>
 
+#include "cpu/ops.h"
 #include "kernels.h"
 
 // Levels differ in contraction alone: a few roundings of numbers of the size of the terms. Normal
@@ -354,16 +355,14 @@ static void check_swiglu_backward(kernel_test *t)
 
 static void check_adamw(kernel_test *t)
 {
-    const dpl_adamw_rule rule = {.lr = 0.01f,
-                                 .b1 = 0.9f,
-                                 .b2 = 0.95f,
-                                 .c1 = 0.1f,
-                                 .c2 = 0.05f,
-                                 .eps = 1e-8f,
-                                 .decay = 0.1f,
-                                 .correct1 = 0.1f,
-                                 .correct2 = 0.05f,
-                                 .grad_scale = 0.5f};
+    const dpl_adamw rule = {.lr = 0.01f,
+                            .b1 = 0.9f,
+                            .b2 = 0.95f,
+                            .eps = 1e-8f,
+                            .decay = 0.1f,
+                            .correct1 = 0.1f,
+                            .correct2 = 0.05f,
+                            .grad_scale = 0.5f};
     EACH_SIZE(t, n)
     {
         const float *grad = kernel_random(t, n);

@@ -14,12 +14,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-// What one AdamW update multiplies with; see dpl_adamw in ops.h.
-typedef struct dpl_adamw_rule {
-    float lr, b1, b2, c1, c2; // c1 = 1 - b1, c2 = 1 - b2
-    float eps, eps_root, decay;
-    float correct1, correct2, grad_scale;
-} dpl_adamw_rule;
+struct dpl_adamw; // ops.h
 
 typedef struct dpl_row_kernels {
     float (*max)(const float *x, size_t n); // -inf for n = 0; NaNs are passed over
@@ -57,7 +52,7 @@ typedef struct dpl_row_kernels {
     float (*swiglu_backward)(const float *dh, const float *gate_up, float w, float *dgate_up,
                              size_t f);
 
-    void (*adamw)(const dpl_adamw_rule *a, const float *grad, float *param, float *m, float *v,
+    void (*adamw)(const struct dpl_adamw *a, const float *grad, float *param, float *m, float *v,
                   size_t n);
 } dpl_row_kernels;
 

@@ -7,6 +7,7 @@
  * contraction of a * b + c into one rounding differs.
  */
 #include "cpu/kernels_rows.h"
+#include "cpu/ops.h"
 
 #include <math.h>
 #include <string.h>
@@ -390,15 +391,16 @@ static float row_swiglu_backward(const float *dh, const float *gate_up, float w,
 /* ---- optimizer ---------------------------------------------------------------------------------- */
 
 // Where all of a gradient's history is 0 the update is the decay alone, even with eps = 0.
-static void row_adamw(const dpl_adamw_rule *rule, const float *grad, float *param, float *m,
-                      float *v, size_t n)
+static void row_adamw(const dpl_adamw *rule, const float *grad, float *param, float *m, float *v,
+                      size_t n)
 {
-    const dpl_adamw_rule a = *rule;
+    const dpl_adamw a = *rule;
+    const float c1 = 1.0f - a.b1, c2 = 1.0f - a.b2;
     INDEPENDENT
     for (size_t i = 0; i < n; i++) {
         const float g = grad[i] * a.grad_scale;
-        const float mi = a.b1 * m[i] + a.c1 * g;
-        const float vi = a.b2 * v[i] + a.c2 * (g * g);
+        const float mi = a.b1 * m[i] + c1 * g;
+        const float vi = a.b2 * v[i] + c2 * (g * g);
         const float den = sqrtf(vi / a.correct2 + a.eps_root) + a.eps;
         const float num = mi / a.correct1;
         const float u = num / pick(den == 0.0f, 1.0f, den) + a.decay * param[i];

@@ -12,12 +12,25 @@
 
 typedef struct update_args {
     const dpl_row_kernels *k;
-    dpl_adamw_rule rule;
+    dpl_rows_fn fn;
+    dpl_adamw rule;
     const float *grad;
     float *param, *m, *v;
     uint16_t *copy;
     size_t n;
 } update_args;
+
+static void run_update(dpl_ctx *ctx, const void *args)
+{
+    const update_args *a = args;
+    dpl_ctx_rows(ctx, a->n, CHUNK, a->fn, (void *)(uintptr_t)args);
+}
+
+static void submit_update(dpl_ctx *ctx, const update_args *args)
+{
+    const dpl_span copy = {args->copy, args->copy ? args->n * sizeof *args->copy : 0};
+    dpl_ctx_submit(ctx, run_update, args, sizeof *args, &copy, 1);
+}
 
 static void adamw_chunk(void *p, size_t first, size_t count, size_t i_chunk, int i_thread)
 {
@@ -31,35 +44,11 @@ static void adamw_chunk(void *p, size_t first, size_t count, size_t i_chunk, int
     }
 }
 
-static void run_adamw(dpl_ctx *ctx, const void *args)
-{
-    update_args a = *(const update_args *)args;
-    a.k = &ctx->kernels->rows;
-    dpl_ctx_rows(ctx, a.n, CHUNK, adamw_chunk, &a);
-}
-
 void dpl_adamw_step(dpl_ctx *ctx, const dpl_adamw *adamw, const float *grad, size_t n, float *param,
                     float *m, float *v, uint16_t *copy)
 {
-    const update_args args = {.rule = {.lr = adamw->lr,
-                                       .b1 = adamw->b1,
-                                       .b2 = adamw->b2,
-                                       .c1 = 1.0f - adamw->b1,
-                                       .c2 = 1.0f - adamw->b2,
-                                       .eps = adamw->eps,
-                                       .eps_root = adamw->eps_root,
-                                       .decay = adamw->decay,
-                                       .correct1 = adamw->correct1,
-                                       .correct2 = adamw->correct2,
-                                       .grad_scale = adamw->grad_scale},
-                              .grad = grad,
-                              .param = param,
-                              .m = m,
-                              .v = v,
-                              .copy = copy,
-                              .n = n};
-    const dpl_span outputs[] = {{copy, copy ? n * sizeof *copy : 0}};
-    dpl_ctx_submit(ctx, run_adamw, &args, sizeof args, outputs, DPL_COUNT(outputs));
+    submit_update(
+        ctx, &(update_args){&ctx->kernels->rows, adamw_chunk, *adamw, grad, param, m, v, copy, n});
 }
 
 static void sgd_chunk(void *p, size_t first, size_t count, size_t i_chunk, int i_thread)
@@ -73,23 +62,12 @@ static void sgd_chunk(void *p, size_t first, size_t count, size_t i_chunk, int i
     }
 }
 
-static void run_sgd(dpl_ctx *ctx, const void *args)
-{
-    update_args a = *(const update_args *)args;
-    a.k = &ctx->kernels->rows;
-    dpl_ctx_rows(ctx, a.n, CHUNK, sgd_chunk, &a);
-}
-
 void dpl_sgd_step(dpl_ctx *ctx, float lr, float grad_scale, const float *grad, size_t n,
                   float *param, uint16_t *copy)
 {
-    const update_args args = {.rule = {.lr = lr, .grad_scale = grad_scale},
-                              .grad = grad,
-                              .param = param,
-                              .copy = copy,
-                              .n = n};
-    const dpl_span outputs[] = {{copy, copy ? n * sizeof *copy : 0}};
-    dpl_ctx_submit(ctx, run_sgd, &args, sizeof args, outputs, DPL_COUNT(outputs));
+    const dpl_adamw rule = {.lr = lr, .grad_scale = grad_scale};
+    submit_update(ctx, &(update_args){&ctx->kernels->rows, sgd_chunk, rule, grad, param, NULL, NULL,
+                                      copy, n});
 }
 
 static void to_bf16_chunk(void *p, size_t first, size_t count, size_t i_chunk, int i_thread)
@@ -99,18 +77,11 @@ static void to_bf16_chunk(void *p, size_t first, size_t count, size_t i_chunk, i
     a->k->to_bf16(a->grad + first, a->copy + first, count);
 }
 
-static void run_to_bf16(dpl_ctx *ctx, const void *args)
-{
-    update_args a = *(const update_args *)args;
-    a.k = &ctx->kernels->rows;
-    dpl_ctx_rows(ctx, a.n, CHUNK, to_bf16_chunk, &a);
-}
-
 void dpl_to_bf16(dpl_ctx *ctx, const float *x, size_t n, uint16_t *y)
 {
-    const update_args args = {.grad = x, .copy = y, .n = n};
-    const dpl_span outputs[] = {{y, n * sizeof *y}};
-    dpl_ctx_submit(ctx, run_to_bf16, &args, sizeof args, outputs, DPL_COUNT(outputs));
+    const update_args args = {
+        .k = &ctx->kernels->rows, .fn = to_bf16_chunk, .grad = x, .copy = y, .n = n};
+    submit_update(ctx, &args);
 }
 
 typedef struct sum_args {

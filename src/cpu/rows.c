@@ -9,9 +9,22 @@
 
 #include "cpu/row_io.h"
 
-static const dpl_row_kernels *kernels_of(const dpl_ctx *ctx)
+// What the arguments of each operator here start with: it runs fn on chunks of `grain` rows.
+typedef struct row_op {
+    const dpl_row_kernels *k;
+    dpl_rows_fn fn;
+    size_t n_rows, grain;
+} row_op;
+
+static row_op op_of(const dpl_ctx *ctx, dpl_rows_fn fn, size_t n_rows, size_t grain)
 {
-    return &ctx->kernels->rows;
+    return (row_op){&ctx->kernels->rows, fn, n_rows, grain};
+}
+
+static void run_op(dpl_ctx *ctx, const void *args)
+{
+    const row_op *op = args;
+    dpl_ctx_rows(ctx, op->n_rows, op->grain, op->fn, (void *)(uintptr_t)args);
 }
 
 // Columns of the block that starts at `col`.
@@ -29,12 +42,12 @@ static dpl_span span_unless(bool is_read, dpl_mat m, size_t n_rows, size_t d)
 /* ---- RMSNorm ------------------------------------------------------------------------------------ */
 
 typedef struct norm_args {
-    const dpl_row_kernels *k;
+    row_op op;
     dpl_mat x, y, dy, dx;
     const float *gain, *rstd;
     float *rstd_out, *dgain;
     float *partial; // (chunks, d) sums of dgain
-    size_t n_rows, d;
+    size_t d;
     float eps;
     bool accumulate;
 } norm_args;
@@ -48,42 +61,34 @@ static void norm_forward_rows(void *p, size_t first, size_t count, size_t i_chun
         double squares = 0;
         for (size_t col = 0; col < a->d; col += DPL_ROW_BLOCK) {
             const size_t n = block_cols(col, a->d);
-            const float *x = dpl_row_load(a->k, dpl_mat_at(a->x, 0, col), row, n, buf);
-            squares += (double)a->k->dot(x, x, n);
+            const float *x = dpl_row_load(a->op.k, dpl_mat_at(a->x, 0, col), row, n, buf);
+            squares += (double)a->op.k->dot(x, x, n);
         }
         const float rstd = (float)(1.0 / sqrt(squares / (double)a->d + (double)a->eps));
         a->rstd_out[row] = rstd;
         for (size_t col = 0; col < a->d; col += DPL_ROW_BLOCK) {
             const size_t n = block_cols(col, a->d);
-            const float *x = dpl_row_load(a->k, dpl_mat_at(a->x, 0, col), row, n, buf);
+            const float *x = dpl_row_load(a->op.k, dpl_mat_at(a->x, 0, col), row, n, buf);
             float *y = dpl_row_target(dpl_mat_at(a->y, 0, col), row, buf);
-            a->k->norm_forward(x, a->gain + col, rstd, y, n);
-            dpl_row_store(a->k, dpl_mat_at(a->y, 0, col), row, y, n);
+            a->op.k->norm_forward(x, a->gain + col, rstd, y, n);
+            dpl_row_store(a->op.k, dpl_mat_at(a->y, 0, col), row, y, n);
         }
     }
-}
-
-static void run_norm_forward(dpl_ctx *ctx, const void *args)
-{
-    norm_args a = *(const norm_args *)args;
-    a.k = kernels_of(ctx);
-    dpl_ctx_rows(ctx, a.n_rows, dpl_row_grain(a.d * 4), norm_forward_rows, &a);
 }
 
 void dpl_rmsnorm_forward(dpl_ctx *ctx, dpl_mat x, const float *gain, size_t n_rows, size_t d,
                          float eps, dpl_mat y, float *rstd)
 {
-    const norm_args args = {
-        .x = x, .y = y, .gain = gain, .rstd_out = rstd, .n_rows = n_rows, .d = d, .eps = eps};
+    const norm_args args = {.op = op_of(ctx, norm_forward_rows, n_rows, dpl_row_grain(d * 4)),
+                            .x = x,
+                            .y = y,
+                            .gain = gain,
+                            .rstd_out = rstd,
+                            .d = d,
+                            .eps = eps};
     const dpl_span outputs[] = {span_unless(y.p == x.p, y, n_rows, d),
                                 {rstd, n_rows * sizeof *rstd}};
-    dpl_ctx_submit(ctx, run_norm_forward, &args, sizeof args, outputs, DPL_COUNT(outputs));
-}
-
-// At most 64 chunks, so that the partial sums of dgain stay small beside the rows.
-static size_t norm_grain(size_t n_rows)
-{
-    return DPL_MAX(4, dpl_div_up(n_rows, 64));
+    dpl_ctx_submit(ctx, run_op, &args, sizeof args, outputs, DPL_COUNT(outputs));
 }
 
 static void norm_backward_row(const norm_args *a, size_t row, float *dgain)
@@ -92,21 +97,21 @@ static void norm_backward_row(const norm_args *a, size_t row, float *dgain)
     double dot = 0;
     for (size_t col = 0; col < a->d; col += DPL_ROW_BLOCK) {
         const size_t n = block_cols(col, a->d);
-        const float *x = dpl_row_load(a->k, dpl_mat_at(a->x, 0, col), row, n, buf);
-        const float *dy = dpl_row_load(a->k, dpl_mat_at(a->dy, 0, col), row, n, dy_buf);
-        dot += (double)a->k->norm_dot(dy, a->gain + col, x, n);
+        const float *x = dpl_row_load(a->op.k, dpl_mat_at(a->x, 0, col), row, n, buf);
+        const float *dy = dpl_row_load(a->op.k, dpl_mat_at(a->dy, 0, col), row, n, dy_buf);
+        dot += (double)a->op.k->norm_dot(dy, a->gain + col, x, n);
     }
     const double rstd = (double)a->rstd[row];
     const float c = (float)(rstd * rstd * rstd * dot / (double)a->d);
     for (size_t col = 0; col < a->d; col += DPL_ROW_BLOCK) {
         const size_t n = block_cols(col, a->d);
         const dpl_mat to = dpl_mat_at(a->dx, 0, col);
-        const float *x = dpl_row_load(a->k, dpl_mat_at(a->x, 0, col), row, n, buf);
-        const float *dy = dpl_row_load(a->k, dpl_mat_at(a->dy, 0, col), row, n, dy_buf);
+        const float *x = dpl_row_load(a->op.k, dpl_mat_at(a->x, 0, col), row, n, buf);
+        const float *dy = dpl_row_load(a->op.k, dpl_mat_at(a->dy, 0, col), row, n, dy_buf);
         float *dx = dpl_row_target(to, row, buf);
-        a->k->norm_backward(dy, a->gain + col, x, a->rstd[row], c, a->accumulate, dx, dgain + col,
-                            n);
-        dpl_row_store(a->k, to, row, dx, n);
+        a->op.k->norm_backward(dy, a->gain + col, x, a->rstd[row], c, a->accumulate, dx,
+                               dgain + col, n);
+        dpl_row_store(a->op.k, to, row, dx, n);
     }
 }
 
@@ -124,33 +129,33 @@ static void add_partials(void *p, size_t first, size_t count, size_t i_chunk, in
 {
     const norm_args *a = p;
     (void)i_chunk, (void)i_thread;
-    const size_t n_chunks = dpl_div_up(a->n_rows, norm_grain(a->n_rows));
+    const size_t n_chunks = dpl_div_up(a->op.n_rows, a->op.grain);
     float *dgain = a->dgain + first;
     for (size_t chunk = 0; chunk < n_chunks; chunk++)
-        a->k->add(dgain, a->partial + chunk * a->d + first, dgain, count);
+        a->op.k->add(dgain, a->partial + chunk * a->d + first, dgain, count);
 }
 
 static void run_norm_backward(dpl_ctx *ctx, const void *args)
 {
-    norm_args a = *(const norm_args *)args;
-    a.k = kernels_of(ctx);
-    dpl_ctx_rows(ctx, a.n_rows, norm_grain(a.n_rows), norm_backward_rows, &a);
-    dpl_ctx_rows(ctx, a.d, 256, add_partials, &a);
+    const norm_args *a = args;
+    run_op(ctx, args);
+    dpl_ctx_rows(ctx, a->d, 256, add_partials, (void *)(uintptr_t)args);
 }
 
 void dpl_rmsnorm_backward(dpl_ctx *ctx, dpl_mat dy, dpl_mat x, const float *gain, const float *rstd,
                           size_t n_rows, size_t d, dpl_mat dx, bool accumulate, float *dgain)
 {
     const size_t mark = dpl_ctx_mark(ctx);
-    const size_t n_chunks = dpl_div_up(n_rows, norm_grain(n_rows));
-    const norm_args args = {.x = x,
+    // At most 64 chunks, so that the partial sums of dgain stay small beside the rows.
+    const size_t grain = DPL_MAX(4, dpl_div_up(n_rows, 64)), n_chunks = dpl_div_up(n_rows, grain);
+    const norm_args args = {.op = op_of(ctx, norm_backward_rows, n_rows, grain),
+                            .x = x,
                             .dy = dy,
                             .dx = dx,
                             .gain = gain,
                             .rstd = rstd,
                             .dgain = dgain,
                             .partial = dpl_ctx_alloc(ctx, n_chunks * d * sizeof(float)),
-                            .n_rows = n_rows,
                             .d = d,
                             .accumulate = accumulate};
     const bool is_read = accumulate || dx.p == dy.p || dx.p == x.p;
@@ -162,10 +167,9 @@ void dpl_rmsnorm_backward(dpl_ctx *ctx, dpl_mat dy, dpl_mat x, const float *gain
 /* ---- RoPE --------------------------------------------------------------------------------------- */
 
 typedef struct rope_args {
-    const dpl_row_kernels *k;
+    row_op op;
     dpl_rope rope;
     dpl_mat x;
-    size_t n_rows;
     float sign; // of the sine: -1 rotates back
 } rope_args;
 
@@ -180,18 +184,18 @@ static void rope_head(const rope_args *a, dpl_mat head, size_t row, const float 
         if (a->rope.interleaved) {
             const dpl_mat at = dpl_mat_at(head, 0, 2 * i);
             float *x = dpl_row_target(at, row, buf);
-            dpl_row_load(a->k, at, row, 2 * n, buf);
-            a->k->rope_pairs(cos + i, sin + i, a->sign, x, n);
-            dpl_row_store(a->k, at, row, x, 2 * n);
+            dpl_row_load(a->op.k, at, row, 2 * n, buf);
+            a->op.k->rope_pairs(cos + i, sin + i, a->sign, x, n);
+            dpl_row_store(a->op.k, at, row, x, 2 * n);
         } else {
             const dpl_mat at = dpl_mat_at(head, 0, i), at_hi = dpl_mat_at(head, 0, half + i);
             float *lo = dpl_row_target(at, row, buf);
             float *hi = dpl_row_target(at_hi, row, buf + block);
-            dpl_row_load(a->k, at, row, n, buf);
-            dpl_row_load(a->k, at_hi, row, n, buf + block);
-            a->k->rope_split(cos + i, sin + i, a->sign, lo, hi, n);
-            dpl_row_store(a->k, at, row, lo, n);
-            dpl_row_store(a->k, at_hi, row, hi, n);
+            dpl_row_load(a->op.k, at, row, n, buf);
+            dpl_row_load(a->op.k, at_hi, row, n, buf + block);
+            a->op.k->rope_split(cos + i, sin + i, a->sign, lo, hi, n);
+            dpl_row_store(a->op.k, at, row, lo, n);
+            dpl_row_store(a->op.k, at_hi, row, hi, n);
         }
     }
 }
@@ -209,28 +213,24 @@ static void rope_rows(void *p, size_t first, size_t count, size_t i_chunk, int i
     }
 }
 
-static void run_rope(dpl_ctx *ctx, const void *args)
-{
-    rope_args a = *(const rope_args *)args;
-    a.k = kernels_of(ctx);
-    dpl_ctx_rows(ctx, a.n_rows, dpl_row_grain(a.rope.n_heads * a.rope.d_rope * 4), rope_rows, &a);
-}
-
 void dpl_rope_apply(dpl_ctx *ctx, const dpl_rope *rope, size_t n_rows, bool inverse, dpl_mat x)
 {
     const rope_args args = {
-        .rope = *rope, .x = x, .n_rows = n_rows, .sign = inverse ? -1.0f : 1.0f};
-    dpl_ctx_submit(ctx, run_rope, &args, sizeof args, NULL, 0);
+        .op = op_of(ctx, rope_rows, n_rows, dpl_row_grain(rope->n_heads * rope->d_rope * 4)),
+        .rope = *rope,
+        .x = x,
+        .sign = inverse ? -1.0f : 1.0f};
+    dpl_ctx_submit(ctx, run_op, &args, sizeof args, NULL, 0);
 }
 
 /* ---- SwiGLU ------------------------------------------------------------------------------------- */
 
 typedef struct swiglu_args {
-    const dpl_row_kernels *k;
+    row_op op;
     dpl_mat gate_up, h, dh, dgate_up;
     const float *row_weight;
     float *drow_weight;
-    size_t n_rows, f;
+    size_t f;
 } swiglu_args;
 
 #define SWIGLU_BLOCK (DPL_ROW_BLOCK / 2) // columns of h; twice as many of gate_up
@@ -245,28 +245,24 @@ static void swiglu_forward_rows(void *p, size_t first, size_t count, size_t i_ch
         for (size_t col = 0; col < a->f; col += SWIGLU_BLOCK) {
             const size_t n = DPL_MIN((size_t)SWIGLU_BLOCK, a->f - col);
             const dpl_mat from = dpl_mat_at(a->gate_up, 0, 2 * col), to = dpl_mat_at(a->h, 0, col);
-            const float *gate_up = dpl_row_load(a->k, from, row, dpl_gate_up_width(n), buf);
+            const float *gate_up = dpl_row_load(a->op.k, from, row, dpl_gate_up_width(n), buf);
             float *h = dpl_row_target(to, row, h_buf);
-            a->k->swiglu_forward(gate_up, w, h, n);
-            dpl_row_store(a->k, to, row, h, n);
+            a->op.k->swiglu_forward(gate_up, w, h, n);
+            dpl_row_store(a->op.k, to, row, h, n);
         }
     }
-}
-
-static void run_swiglu_forward(dpl_ctx *ctx, const void *args)
-{
-    swiglu_args a = *(const swiglu_args *)args;
-    a.k = kernels_of(ctx);
-    dpl_ctx_rows(ctx, a.n_rows, dpl_row_grain(a.f * 8), swiglu_forward_rows, &a);
 }
 
 void dpl_swiglu_forward(dpl_ctx *ctx, dpl_mat gate_up, const float *row_weight, size_t n_rows,
                         size_t f, dpl_mat h)
 {
-    const swiglu_args args = {
-        .gate_up = gate_up, .row_weight = row_weight, .n_rows = n_rows, .f = f, .h = h};
+    const swiglu_args args = {.op = op_of(ctx, swiglu_forward_rows, n_rows, dpl_row_grain(f * 8)),
+                              .gate_up = gate_up,
+                              .row_weight = row_weight,
+                              .f = f,
+                              .h = h};
     const dpl_span outputs[] = {dpl_row_span(h, n_rows, f)};
-    dpl_ctx_submit(ctx, run_swiglu_forward, &args, sizeof args, outputs, DPL_COUNT(outputs));
+    dpl_ctx_submit(ctx, run_op, &args, sizeof args, outputs, DPL_COUNT(outputs));
 }
 
 static void swiglu_backward_rows(void *p, size_t first, size_t count, size_t i_chunk, int i_thread)
@@ -281,52 +277,45 @@ static void swiglu_backward_rows(void *p, size_t first, size_t count, size_t i_c
             const size_t n = DPL_MIN((size_t)SWIGLU_BLOCK, a->f - col),
                          width = dpl_gate_up_width(n);
             const dpl_mat to = dpl_mat_at(a->dgate_up, 0, 2 * col);
-            const float *gate_up = dpl_row_load(a->k, dpl_mat_at(a->gate_up, 0, 2 * col), row,
+            const float *gate_up = dpl_row_load(a->op.k, dpl_mat_at(a->gate_up, 0, 2 * col), row,
                                                 width, buf);
-            const float *dh = dpl_row_load(a->k, dpl_mat_at(a->dh, 0, col), row, n, dh_buf);
+            const float *dh = dpl_row_load(a->op.k, dpl_mat_at(a->dh, 0, col), row, n, dh_buf);
             float *dgate_up = dpl_row_target(to, row, buf);
-            dw += (double)a->k->swiglu_backward(dh, gate_up, w, dgate_up, n);
-            dpl_row_store(a->k, to, row, dgate_up, width);
+            dw += (double)a->op.k->swiglu_backward(dh, gate_up, w, dgate_up, n);
+            dpl_row_store(a->op.k, to, row, dgate_up, width);
         }
         if (a->drow_weight) a->drow_weight[row] = (float)dw;
     }
 }
 
-static void run_swiglu_backward(dpl_ctx *ctx, const void *args)
-{
-    swiglu_args a = *(const swiglu_args *)args;
-    a.k = kernels_of(ctx);
-    dpl_ctx_rows(ctx, a.n_rows, dpl_row_grain(a.f * 8), swiglu_backward_rows, &a);
-}
-
 void dpl_swiglu_backward(dpl_ctx *ctx, dpl_mat dh, dpl_mat gate_up, const float *row_weight,
                          size_t n_rows, size_t f, dpl_mat dgate_up, float *drow_weight)
 {
-    const swiglu_args args = {.dh = dh,
+    const swiglu_args args = {.op = op_of(ctx, swiglu_backward_rows, n_rows, dpl_row_grain(f * 8)),
+                              .dh = dh,
                               .gate_up = gate_up,
                               .row_weight = row_weight,
-                              .n_rows = n_rows,
                               .f = f,
                               .dgate_up = dgate_up,
                               .drow_weight = drow_weight};
     const dpl_span outputs[] = {
         span_unless(dgate_up.p == gate_up.p, dgate_up, n_rows, dpl_gate_up_width(f)),
         {drow_weight, drow_weight ? n_rows * sizeof *drow_weight : 0}};
-    dpl_ctx_submit(ctx, run_swiglu_backward, &args, sizeof args, outputs, DPL_COUNT(outputs));
+    dpl_ctx_submit(ctx, run_op, &args, sizeof args, outputs, DPL_COUNT(outputs));
 }
 
 /* ---- add, copy, zero ---------------------------------------------------------------------------- */
 
 typedef struct add_args {
-    const dpl_row_kernels *k;
+    row_op op;
     dpl_mat a, b, out;
-    size_t n_rows, d;
+    size_t d;
 } add_args;
 
 static void add_rows(void *p, size_t first, size_t count, size_t i_chunk, int i_thread)
 {
     const add_args *args = p;
-    const dpl_row_kernels *k = args->k;
+    const dpl_row_kernels *k = args->op.k;
     (void)i_chunk, (void)i_thread;
     float a_buf[DPL_ROW_BLOCK], b_buf[DPL_ROW_BLOCK];
     for (size_t row = first; row < first + count; row++)
@@ -341,18 +330,15 @@ static void add_rows(void *p, size_t first, size_t count, size_t i_chunk, int i_
         }
 }
 
-static void run_add(dpl_ctx *ctx, const void *args)
-{
-    add_args a = *(const add_args *)args;
-    a.k = kernels_of(ctx);
-    dpl_ctx_rows(ctx, a.n_rows, dpl_row_grain(a.d * 8), add_rows, &a);
-}
-
 void dpl_add(dpl_ctx *ctx, dpl_mat a, dpl_mat b, size_t n_rows, size_t d, dpl_mat out)
 {
-    const add_args args = {.a = a, .b = b, .out = out, .n_rows = n_rows, .d = d};
+    const add_args args = {.op = op_of(ctx, add_rows, n_rows, dpl_row_grain(d * 8)),
+                           .a = a,
+                           .b = b,
+                           .out = out,
+                           .d = d};
     const dpl_span outputs[] = {span_unless(out.p == a.p || out.p == b.p, out, n_rows, d)};
-    dpl_ctx_submit(ctx, run_add, &args, sizeof args, outputs, DPL_COUNT(outputs));
+    dpl_ctx_submit(ctx, run_op, &args, sizeof args, outputs, DPL_COUNT(outputs));
 }
 
 static void copy_rows(void *p, size_t first, size_t count, size_t i_chunk, int i_thread)
@@ -367,22 +353,16 @@ static void copy_rows(void *p, size_t first, size_t count, size_t i_chunk, int i
             if (from.dtype == to.dtype) // No round trip: the bits of a NaN stay, too.
                 memcpy(dpl_mat_row(to, row), dpl_mat_row(from, row), n * dpl_dtype_bytes(to.dtype));
             else
-                dpl_row_store(args->k, to, row, dpl_row_load(args->k, from, row, n, buf), n);
+                dpl_row_store(args->op.k, to, row, dpl_row_load(args->op.k, from, row, n, buf), n);
         }
-}
-
-static void run_copy(dpl_ctx *ctx, const void *args)
-{
-    add_args a = *(const add_args *)args;
-    a.k = kernels_of(ctx);
-    dpl_ctx_rows(ctx, a.n_rows, dpl_row_grain(a.d * 4), copy_rows, &a);
 }
 
 void dpl_copy(dpl_ctx *ctx, dpl_mat src, size_t n_rows, size_t d, dpl_mat dst)
 {
-    const add_args args = {.a = src, .out = dst, .n_rows = n_rows, .d = d};
+    const add_args args = {
+        .op = op_of(ctx, copy_rows, n_rows, dpl_row_grain(d * 4)), .a = src, .out = dst, .d = d};
     const dpl_span outputs[] = {dpl_row_span(dst, n_rows, d)};
-    dpl_ctx_submit(ctx, run_copy, &args, sizeof args, outputs, DPL_COUNT(outputs));
+    dpl_ctx_submit(ctx, run_op, &args, sizeof args, outputs, DPL_COUNT(outputs));
 }
 
 static void zero_bytes(void *p, size_t first, size_t count, size_t i_chunk, int i_thread)
@@ -407,12 +387,12 @@ void dpl_zero(dpl_ctx *ctx, void *p, size_t bytes)
 /* ---- embedding ---------------------------------------------------------------------------------- */
 
 typedef struct embed_args {
-    const dpl_row_kernels *k;
+    row_op op;
     const float *table;
     float *dtable;
     dpl_mat y, dy;
     const int32_t *ids;
-    size_t n_rows, v, d;
+    size_t n_rows, v, d; // backward runs on columns, so op.n_rows is d
     bool in_panels;
 } embed_args;
 
@@ -450,30 +430,23 @@ static void embed_forward_rows(void *p, size_t first, size_t count, size_t i_chu
                     for (size_t i = 0; i < n; i++)
                         buf[i] = from[i * stride];
             }
-            dpl_row_store(a->k, dpl_mat_at(a->y, 0, col), row, x, n);
+            dpl_row_store(a->op.k, dpl_mat_at(a->y, 0, col), row, x, n);
         }
     }
-}
-
-static void run_embed_forward(dpl_ctx *ctx, const void *args)
-{
-    embed_args a = *(const embed_args *)args;
-    a.k = kernels_of(ctx);
-    dpl_ctx_rows(ctx, a.n_rows, dpl_row_grain(a.d * 4), embed_forward_rows, &a);
 }
 
 void dpl_embed_forward(dpl_ctx *ctx, const float *table, bool in_panels, const int32_t *ids,
                        size_t n_rows, size_t v, size_t d, dpl_mat y)
 {
-    const embed_args args = {.table = table,
+    const embed_args args = {.op = op_of(ctx, embed_forward_rows, n_rows, dpl_row_grain(d * 4)),
+                             .table = table,
                              .in_panels = in_panels,
                              .ids = ids,
-                             .n_rows = n_rows,
                              .v = v,
                              .d = d,
                              .y = y};
     const dpl_span outputs[] = {dpl_row_span(y, n_rows, d)};
-    dpl_ctx_submit(ctx, run_embed_forward, &args, sizeof args, outputs, DPL_COUNT(outputs));
+    dpl_ctx_submit(ctx, run_op, &args, sizeof args, outputs, DPL_COUNT(outputs));
 }
 
 // A task owns columns and takes all rows in order: no two tasks add to the same element, whatever
@@ -489,46 +462,40 @@ static void embed_backward_cols(void *p, size_t first, size_t count, size_t i_ch
     for (size_t row = 0; row < a->n_rows; row++) {
         const int32_t id = a->ids[row];
         if (!in_table(a, id)) continue;
-        const float *dy = dpl_row_load(a->k, from, row, count, buf);
+        const float *dy = dpl_row_load(a->op.k, from, row, count, buf);
         size_t stride;
         float *to = a->dtable + embed_index(a, id, &stride);
         to += first * stride;
         if (stride == 1)
-            a->k->add(to, dy, to, count);
+            a->op.k->add(to, dy, to, count);
         else
             for (size_t i = 0; i < count; i++)
                 to[i * stride] += dy[i];
     }
 }
 
-static void run_embed_backward(dpl_ctx *ctx, const void *args)
-{
-    embed_args a = *(const embed_args *)args;
-    a.k = kernels_of(ctx);
-    dpl_ctx_rows(ctx, a.d, EMBED_COLS, embed_backward_cols, &a);
-}
-
 void dpl_embed_backward(dpl_ctx *ctx, dpl_mat dy, const int32_t *ids, bool in_panels, size_t n_rows,
                         size_t v, size_t d, float *dtable)
 {
-    const embed_args args = {.dy = dy,
+    const embed_args args = {.op = op_of(ctx, embed_backward_cols, d, EMBED_COLS),
+                             .dy = dy,
                              .ids = ids,
                              .in_panels = in_panels,
                              .n_rows = n_rows,
                              .v = v,
                              .d = d,
                              .dtable = dtable};
-    dpl_ctx_submit(ctx, run_embed_backward, &args, sizeof args, NULL, 0);
+    dpl_ctx_submit(ctx, run_op, &args, sizeof args, NULL, 0);
 }
 
 /* ---- cross-entropy ------------------------------------------------------------------------------ */
 
 typedef struct xent_args {
-    const dpl_row_kernels *k;
+    row_op op;
     float *logits;
     size_t ld;
     const int32_t *targets;
-    size_t n_rows, v;
+    size_t v;
     float z, dscale;
     float *loss, *zloss;
 } xent_args;
@@ -541,7 +508,7 @@ static double xent_sum(const xent_args *a, float *x, float max)
     double sum = 0;
     for (size_t col = 0; col < a->v; col += DPL_ROW_BLOCK) {
         float *to = a->dscale != 0.0f ? x + col : buf;
-        sum += (double)a->k->exp_sub_sum(x + col, max, to, block_cols(col, a->v));
+        sum += (double)a->op.k->exp_sub_sum(x + col, max, to, block_cols(col, a->v));
     }
     return sum;
 }
@@ -555,7 +522,7 @@ static void xent_row(const xent_args *a, size_t row)
         if (a->dscale != 0.0f) memset(x, 0, a->v * sizeof *x);
         return;
     }
-    const float max = a->k->max(x, a->v);
+    const float max = a->op.k->max(x, a->v);
     const double x_target = (double)x[target];
     const double sum = xent_sum(a, x, max);
     const double lse = (double)max + log(sum);
@@ -564,7 +531,7 @@ static void xent_row(const xent_args *a, size_t row)
     if (a->dscale == 0.0f) return;
     // d lse / dx = p, so d(loss + zloss) / dx = (1 + 2 z lse) p - [x is the target]
     const double slope = a->z != 0.0f ? 1.0 + 2.0 * (double)a->z * lse : 1.0;
-    a->k->scale((float)((double)a->dscale * slope / sum), x, a->v);
+    a->op.k->scale((float)((double)a->dscale * slope / sum), x, a->v);
     x[target] -= a->dscale;
 }
 
@@ -575,25 +542,18 @@ static void xent_rows(void *p, size_t first, size_t count, size_t i_chunk, int i
         xent_row(p, row);
 }
 
-static void run_xent(dpl_ctx *ctx, const void *args)
-{
-    xent_args a = *(const xent_args *)args;
-    a.k = kernels_of(ctx);
-    dpl_ctx_rows(ctx, a.n_rows, dpl_row_grain(a.v * 4), xent_rows, &a);
-}
-
 void dpl_xent(dpl_ctx *ctx, float *logits, size_t ld, const int32_t *targets, size_t n_rows,
               size_t v, float z, float dscale, float *loss, float *zloss)
 {
-    const xent_args args = {.logits = logits,
+    const xent_args args = {.op = op_of(ctx, xent_rows, n_rows, dpl_row_grain(v * 4)),
+                            .logits = logits,
                             .ld = ld,
                             .targets = targets,
-                            .n_rows = n_rows,
                             .v = v,
                             .z = z,
                             .dscale = dscale,
                             .loss = loss,
                             .zloss = zloss};
     const dpl_span outputs[] = {{loss, n_rows * sizeof *loss}, {zloss, n_rows * sizeof *zloss}};
-    dpl_ctx_submit(ctx, run_xent, &args, sizeof args, outputs, DPL_COUNT(outputs));
+    dpl_ctx_submit(ctx, run_op, &args, sizeof args, outputs, DPL_COUNT(outputs));
 }
