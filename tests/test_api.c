@@ -23,19 +23,40 @@
 #define POSITIONS 64
 
 static const char *const small[] = {
-    "decoder_block=deepseek", "attention_type=mla", "vocab_size=256", "base_emb_dim=32",
-    "base_num_decoder_layers=2", "first_num_dense_layers=1", "base_mlp_dim=48", "base_moe_mlp_dim=16",
-    "num_experts=8", "num_experts_per_tok=2", "shared_experts=1", "routed_score_func=sigmoid",
-    "routed_bias=true", "norm_topk_prob=true", "base_num_query_heads=2", "q_lora_rank=16", "kv_lora_rank=16",
-    "qk_nope_head_dim=8", "qk_rope_head_dim=8", "v_head_dim=8", "max_position_embeddings=64",
-    "max_target_length=32", "per_device_batch_size=2", "dtype=float32", "weight_init=normal", "init_std=0.3",
+    "decoder_block=deepseek",
+    "attention_type=mla",
+    "vocab_size=256",
+    "base_emb_dim=32",
+    "base_num_decoder_layers=2",
+    "first_num_dense_layers=1",
+    "base_mlp_dim=48",
+    "base_moe_mlp_dim=16",
+    "num_experts=8",
+    "num_experts_per_tok=2",
+    "shared_experts=1",
+    "routed_score_func=sigmoid",
+    "routed_bias=true",
+    "norm_topk_prob=true",
+    "base_num_query_heads=2",
+    "q_lora_rank=16",
+    "kv_lora_rank=16",
+    "qk_nope_head_dim=8",
+    "qk_rope_head_dim=8",
+    "v_head_dim=8",
+    "max_position_embeddings=64",
+    "max_target_length=32",
+    "per_device_batch_size=2",
+    "dtype=float32",
+    "weight_init=normal",
+    "init_std=0.3",
 };
 
 static dpl_config *small_config(const char *more)
 {
     dpl_config *config = NULL;
     check_ok(dpl_config_open(NULL, &config));
-    for (size_t i = 0; i < sizeof small / sizeof small[0]; i++) check_ok(dpl_config_set(config, small[i]));
+    for (size_t i = 0; i < sizeof small / sizeof small[0]; i++)
+        check_ok(dpl_config_set(config, small[i]));
     if (more) check_ok(dpl_config_set(config, more));
     return config;
 }
@@ -81,8 +102,10 @@ static void fill_ids(int32_t *ids, size_t n, uint32_t seed)
 static double log_p(const float *row, int32_t id)
 {
     double top = row[0], sum = 0;
-    for (int j = 1; j < VOCAB; j++) top = fmax(top, row[j]);
-    for (int j = 0; j < VOCAB; j++) sum += exp(row[j] - top);
+    for (int j = 1; j < VOCAB; j++)
+        top = fmax(top, row[j]);
+    for (int j = 0; j < VOCAB; j++)
+        sum += exp(row[j] - top);
     return row[id] - top - log(sum);
 }
 
@@ -92,7 +115,8 @@ static void test_version(void **state)
 {
     (void)state;
     char text[32];
-    snprintf(text, sizeof text, "%d.%d.%d", DPL_VERSION_MAJOR, DPL_VERSION_MINOR, DPL_VERSION_PATCH);
+    snprintf(text, sizeof text, "%d.%d.%d", DPL_VERSION_MAJOR, DPL_VERSION_MINOR,
+             DPL_VERSION_PATCH);
     assert_string_equal(dpl_version(), text); // CMake's number and the header's
 }
 
@@ -111,7 +135,8 @@ static void test_info(void **state)
     assert_int_equal(info.positions_max, POSITIONS);
     // By hand: embedding and head, two attention blocks with three norms and the two of the layer, final norm.
     const uint64_t attention = 32 * 16 + 16 * 2 * 16 + 32 * 24 + 16 * 2 * 16 + 16 * 32;
-    const uint64_t rest = 2 * 256 * 32 + 2 * (attention + 2 * 32 + 16 + 16) + 32 + 3 * 32 * 48 + 8 * 32;
+    const uint64_t rest = 2 * 256 * 32 + 2 * (attention + 2 * 32 + 16 + 16) + 32 + 3 * 32 * 48 +
+                          8 * 32;
     assert_int_equal(info.n_params, rest + (8 + 1) * 3 * 32 * 16);
     assert_int_equal(info.n_active_params, rest + (2 + 1) * 3 * 32 * 16);
     // A caller that was built with an older header gets what it knows, and no byte more.
@@ -185,9 +210,11 @@ static void test_wrong_batches(void **state)
     check_error(dpl_model_forward(r.model, ids, 1, 0, logits), DPL_EINVAL, "0 tokens", "1 to 64");
     check_error(dpl_model_forward(r.model, ids, 0, 4, logits), DPL_EINVAL, "0 sequences", "");
     check_error(dpl_model_forward(r.model, ids, 1, POSITIONS + 1, logits), DPL_EINVAL, "65", "64");
-    check_error(dpl_model_forward(r.model, ids, SIZE_MAX / 2, 4, logits), DPL_EINVAL, "sequences", "");
+    check_error(dpl_model_forward(r.model, ids, SIZE_MAX / 2, 4, logits), DPL_EINVAL, "sequences",
+                "");
     check_error(dpl_model_forward(NULL, ids, 1, 4, logits), DPL_EINVAL, "needed", "");
-    check_error(dpl_model_loss(r.model, ids, targets, 1, 3, &loss, NULL), DPL_EINVAL, "999", "target");
+    check_error(dpl_model_loss(r.model, ids, targets, 1, 3, &loss, NULL), DPL_EINVAL, "999",
+                "target");
     assert_true(loss == 7);
     free(logits);
     rig_close(&r);
@@ -202,7 +229,8 @@ static void test_open_errors(void **state)
     check_ok(dpl_ctx_open(1, &ctx));
     check_error(dpl_model_open(ctx, NULL, NULL, &model), DPL_EINVAL, "neither", "");
     check_error(dpl_model_open(NULL, NULL, config, &model), DPL_EINVAL, "context", "");
-    check_error(dpl_model_open(ctx, scratch_path("none"), NULL, &model), DPL_EIO, "none", "cannot find");
+    check_error(dpl_model_open(ctx, scratch_path("none"), NULL, &model), DPL_EIO, "none",
+                "cannot find");
     check_error(dpl_model_open(ctx, "", NULL, &model), DPL_EINVAL, "empty", "");
     scratch_text(scratch_path("file"), "x");
     check_error(dpl_model_open(ctx, scratch_path("file"), NULL, &model), DPL_EIO, "file", "");
@@ -211,7 +239,8 @@ static void test_open_errors(void **state)
     scratch_text(scratch_path("run/config.yml"), "steps: 3\n");
     check_error(dpl_model_open(ctx, scratch_path("run"), NULL, &model), DPL_EIO, "is no model", "");
     scratch_text(scratch_path("bad/config.json"), "{\"model_type\":\"deepseek_v3\",");
-    check_error(dpl_model_open(ctx, scratch_path("bad"), NULL, &model), DPL_EFORMAT, "config.json", "");
+    check_error(dpl_model_open(ctx, scratch_path("bad"), NULL, &model), DPL_EFORMAT, "config.json",
+                "");
     check_ok(dpl_config_set(config, "num_experts_per_tok=9"));
     check_error(dpl_model_open(ctx, NULL, config, &model), DPL_EINVAL, "num_experts_per_tok", "");
     assert_null(model);
@@ -255,7 +284,8 @@ static void test_write(void **state)
     dpl_model_close(&copy);
     make_dir("other");
     scratch_text(scratch_path("other/notes.txt"), "mine");
-    check_error(dpl_model_write(r.model, scratch_path("other"), "float32", 0), DPL_EINVAL, "other", "no model");
+    check_error(dpl_model_write(r.model, scratch_path("other"), "float32", 0), DPL_EINVAL, "other",
+                "no model");
     assert_true(scratch_holds(scratch_path("other/notes.txt"), "mine", 4));
     check_error(dpl_model_write(r.model, path, "float16", 0), DPL_EINVAL, "float16", "bfloat16");
     rig_close(&r);
@@ -279,7 +309,8 @@ static void test_write_bfloat16(void **state)
     check_ok(dpl_model_get_info(b, &info));
     assert_string_equal(info.dtype, "float32");
     dpl_model_close(&a);
-    check_ok(dpl_model_write(b, scratch_path("again"), "bfloat16", 0)); // rounding twice changes nothing
+    check_ok(
+        dpl_model_write(b, scratch_path("again"), "bfloat16", 0)); // rounding twice changes nothing
     check_ok(dpl_model_open(r.ctx, scratch_path("again"), r.config, &a));
     expect_equal_models(a, b);
     dpl_model_close(&a);
@@ -291,7 +322,8 @@ static void test_write_bfloat16(void **state)
 /* ---- evaluation ---- */
 
 // The loss of one document by windows, by hand.
-static double document_loss(dpl_model *model, const char *text, size_t n, size_t window, size_t *n_tokens)
+static double document_loss(dpl_model *model, const char *text, size_t n, size_t window,
+                            size_t *n_tokens)
 {
     double sum = 0;
     for (size_t at = 0; at + 1 < n; at += window) {
@@ -327,7 +359,8 @@ static void test_eval(void **state)
     (void)state;
     rig r = rig_open(2, NULL);
     char first[203];
-    for (size_t i = 0; i < sizeof first; i++) first[i] = (char)(i * 37 % 251);
+    for (size_t i = 0; i < sizeof first; i++)
+        first[i] = (char)(i * 37 % 251);
     make_dir("texts");
     scratch_write(scratch_path("texts/a.txt"), first, sizeof first);
     scratch_text(scratch_path("texts/b.txt"), "x"); // nothing to predict
@@ -339,7 +372,8 @@ static void test_eval(void **state)
     double loss, again;
     uint64_t n_tokens;
     progress_log log = {0};
-    check_ok(dpl_model_eval(r.model, scratch_path("texts"), r.config, on_progress, &log, &loss, &n_tokens));
+    check_ok(dpl_model_eval(r.model, scratch_path("texts"), r.config, on_progress, &log, &loss,
+                            &n_tokens));
     assert_int_equal(n_tokens, n);
     assert_true(fabs(loss - want / (double)n) < 1e-6 * loss);
     assert_int_equal(log.n_calls, 5); // 7 + 2 windows in pairs
@@ -348,7 +382,8 @@ static void test_eval(void **state)
     check_ok(dpl_model_eval(r.model, scratch_path("texts"), r.config, NULL, NULL, &again, NULL));
     assert_true(fabs(again - loss) < 1e-9);
     check_ok(dpl_config_set(r.config, "eval_steps=1"));
-    check_ok(dpl_model_eval(r.model, scratch_path("texts"), r.config, NULL, NULL, &again, &n_tokens));
+    check_ok(
+        dpl_model_eval(r.model, scratch_path("texts"), r.config, NULL, NULL, &again, &n_tokens));
     assert_int_equal(n_tokens, 5 * 32);
     rig_close(&r);
 }
@@ -362,15 +397,17 @@ static void test_eval_errors(void **state)
     memset(text, 'a', sizeof text);
     scratch_write(scratch_path("t"), text, sizeof text);
     progress_log log = {.stop_at = 2};
-    check_error(dpl_model_eval(r.model, scratch_path("t"), r.config, on_progress, &log, &loss, NULL), DPL_EINTR,
-                "2 of 5", "");
+    check_error(
+        dpl_model_eval(r.model, scratch_path("t"), r.config, on_progress, &log, &loss, NULL),
+        DPL_EINTR, "2 of 5", "");
     scratch_text(scratch_path("one"), "a");
-    check_error(dpl_model_eval(r.model, scratch_path("one"), r.config, NULL, NULL, &loss, NULL), DPL_EINVAL,
-                "no token to predict", "");
-    check_error(dpl_model_eval(r.model, scratch_path("no"), r.config, NULL, NULL, &loss, NULL), DPL_EIO, "no", "");
+    check_error(dpl_model_eval(r.model, scratch_path("one"), r.config, NULL, NULL, &loss, NULL),
+                DPL_EINVAL, "no token to predict", "");
+    check_error(dpl_model_eval(r.model, scratch_path("no"), r.config, NULL, NULL, &loss, NULL),
+                DPL_EIO, "no", "");
     check_ok(dpl_config_set(r.config, "max_target_length=65"));
-    check_error(dpl_model_eval(r.model, scratch_path("t"), r.config, NULL, NULL, &loss, NULL), DPL_EINVAL, "65",
-                "max_position_embeddings");
+    check_error(dpl_model_eval(r.model, scratch_path("t"), r.config, NULL, NULL, &loss, NULL),
+                DPL_EINVAL, "65", "max_position_embeddings");
     assert_true(loss == 7);
     rig_close(&r);
 }
@@ -379,8 +416,8 @@ static void test_eval_errors(void **state)
 
 static dpl_generator_options greedy(size_t tokens_max)
 {
-    return (dpl_generator_options){.struct_bytes = sizeof(dpl_generator_options), .tokens_max = tokens_max,
-                                   .top_p = 1};
+    return (dpl_generator_options){
+        .struct_bytes = sizeof(dpl_generator_options), .tokens_max = tokens_max, .top_p = 1};
 }
 
 static void test_generate_greedy(void **state)
@@ -395,7 +432,8 @@ static void test_generate_greedy(void **state)
     check_ok(dpl_generator_open(r.model, &o, &whole));
     check_ok(dpl_generator_open(r.model, &o, &pieces));
     check_ok(dpl_generator_feed(whole, ids, PROMPT));
-    for (int i = 0; i < PROMPT; i++) check_ok(dpl_generator_feed(pieces, ids + i, 1));
+    for (int i = 0; i < PROMPT; i++)
+        check_ok(dpl_generator_feed(pieces, ids + i, 1));
     float *logits = malloc(sizeof(float) * (PROMPT + N) * VOCAB);
     for (int i = 0; i < N; i++) {
         int32_t a, b;
@@ -420,7 +458,8 @@ static void test_generate_greedy(void **state)
     rig_close(&r);
 }
 
-static void draw(dpl_model *model, double temperature, double top_p, uint64_t seed, int32_t *ids, size_t n)
+static void draw(dpl_model *model, double temperature, double top_p, uint64_t seed, int32_t *ids,
+                 size_t n)
 {
     dpl_generator_options o = greedy(n + 1);
     o.temperature = temperature;
@@ -430,7 +469,8 @@ static void draw(dpl_model *model, double temperature, double top_p, uint64_t se
     const int32_t start = 65;
     check_ok(dpl_generator_open(model, &o, &g));
     check_ok(dpl_generator_feed(g, &start, 1));
-    for (size_t i = 0; i < n; i++) check_ok(dpl_generator_next(g, &ids[i]));
+    for (size_t i = 0; i < n; i++)
+        check_ok(dpl_generator_next(g, &ids[i]));
     dpl_generator_close(&g);
 }
 
@@ -483,7 +523,8 @@ static void test_generator_errors(void **state)
 
 /* ---- inspect ---- */
 
-static json_t *inspect(const char *path, const char *const *settings, size_t n_settings, unsigned flags)
+static json_t *inspect(const char *path, const char *const *settings, size_t n_settings,
+                       unsigned flags)
 {
     char *text = NULL;
     check_ok(dpl_inspect(path, settings, n_settings, DPL_INSPECT_JSON | flags, &text));
@@ -508,15 +549,17 @@ static void test_inspect(void **state)
     json_t *params = json_object_get(object, "parameters"), *value;
     const char *key;
     json_int_t sum = 0, total = json_integer_value(json_object_get(params, "total"));
-    json_object_foreach(params, key, value)
-        if (strcmp(key, "total") != 0 && strcmp(key, "active_per_token") != 0) sum += json_integer_value(value);
+    json_object_foreach(params, key, value) if (strcmp(key, "total") != 0 &&
+                                                strcmp(key, "active_per_token") != 0)
+        sum += json_integer_value(value);
     assert_int_equal(sum, total);
     assert_int_equal(total, info.n_params);
     const json_t *files = json_object_get(object, "files");
     // The router bias of the MoE layer is in the file and is no parameter.
     assert_int_equal(json_integer_value(json_object_get(files, "bytes")), 4 * (info.n_params + 8));
     const json_t *memory = json_object_get(object, "memory");
-    assert_int_equal(json_integer_value(json_object_get(memory, "moments_bytes")), 8 * info.n_params);
+    assert_int_equal(json_integer_value(json_object_get(memory, "moments_bytes")),
+                     8 * info.n_params);
     json_t *same = inspect(scratch_path("m/config.json"), NULL, 0, 0);
     assert_string_equal(json_string_value(json_object_get(same, "kind")), "configuration");
     assert_true(json_equal(json_object_get(same, "parameters"), params));
@@ -533,9 +576,12 @@ static void test_inspect_errors(void **state)
     scratch_text(scratch_path("c.yml"), "vocab_size: 7\n");
     scratch_text(scratch_path("c.json"), "{}");
     check_error(dpl_inspect(scratch_path("none"), NULL, 0, 0, &text), DPL_EIO, "none", "");
-    check_error(dpl_inspect(scratch_path("c.yml"), bad, 1, 0, &text), DPL_EINVAL, "no_such_key", "");
-    check_error(dpl_inspect(scratch_path("c.yml"), NULL, 0, 0, &text), DPL_EINVAL, "decoder_block", "");
-    check_error(dpl_inspect(scratch_path("c.json"), NULL, 0, 0, &text), DPL_EFORMAT, "c.json", "model_type");
+    check_error(dpl_inspect(scratch_path("c.yml"), bad, 1, 0, &text), DPL_EINVAL, "no_such_key",
+                "");
+    check_error(dpl_inspect(scratch_path("c.yml"), NULL, 0, 0, &text), DPL_EINVAL, "decoder_block",
+                "");
+    check_error(dpl_inspect(scratch_path("c.json"), NULL, 0, 0, &text), DPL_EFORMAT, "c.json",
+                "model_type");
     check_error(dpl_inspect(NULL, NULL, 0, 0, &text), DPL_EINVAL, "path", "");
     assert_null(text);
 }

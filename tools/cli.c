@@ -20,8 +20,8 @@ int cli_usage(const cli_command *command, const char *format, ...)
     va_start(args, format);
     vfprintf(stderr, format, args);
     va_end(args);
-    fprintf(stderr, "\nusage: dropless %s %s\nSee dropless %s --help\n", command->name, command->arguments,
-            command->name);
+    fprintf(stderr, "\nusage: dropless %s %s\nSee dropless %s --help\n", command->name,
+            command->arguments, command->name);
     return CLI_USAGE;
 }
 
@@ -45,8 +45,8 @@ static void list_keys(void)
     for (size_t i = 0; i < dpl_config_option_count(); i++) {
         dpl_option_info o;
         if (dpl_config_option(i, &o) != DPL_OK) return;
-        printf("  %s=%s\n      %s (%s%s%s)\n", o.name, o.default_value, o.help, o.type, *o.range ? ", " : "",
-               o.range);
+        printf("  %s=%s\n      %s (%s%s%s)\n", o.name, o.default_value, o.help, o.type,
+               *o.range ? ", " : "", o.range);
     }
 }
 
@@ -57,18 +57,22 @@ void cli_help(const cli_command *c)
     for (size_t i = 0; i < c->n_options; i++) {
         const cli_option *o = &c->options[i];
         char name[40];
-        snprintf(name, sizeof name, "%s%s%s", o->name, o->value ? " " : "", o->value ? o->value : "");
+        snprintf(name, sizeof name, "%s%s%s", o->name, o->value ? " " : "",
+                 o->value ? o->value : "");
         printf("  %-20s %s\n", name, o->help);
     }
-    if (c->lists_keys) list_keys();
-    else if (c->takes_settings) printf("\nKeys are those of the configuration: see dropless train --help\n");
+    if (c->lists_keys)
+        list_keys();
+    else if (c->takes_settings)
+        printf("\nKeys are those of the configuration: see dropless train --help\n");
 }
 
 /* ---- arguments ---- */
 
 static bool is_setting(const char *text)
 {
-    const size_t n = strspn(text, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-");
+    const size_t n = strspn(text,
+                            "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-");
     return n > 0 && text[0] != '-' && text[n] == '=';
 }
 
@@ -90,8 +94,8 @@ static int parse_option(const cli_command *c, int argc, char **argv, int *i, cli
     return cli_usage(c, "unknown option '%.*s'", (int)n, text);
 }
 
-static int parse(const cli_command *c, int argc, char **argv, const char **positional, const char **settings,
-                 cli_args *args)
+static int parse(const cli_command *c, int argc, char **argv, const char **positional,
+                 const char **settings, cli_args *args)
 {
     size_t n_positional = 0;
     bool options = true;
@@ -111,7 +115,8 @@ static int parse(const cli_command *c, int argc, char **argv, const char **posit
         }
     }
     if (n_positional < c->n_positional)
-        return cli_usage(c, "%zu of %zu arguments are missing", c->n_positional - n_positional, c->n_positional);
+        return cli_usage(c, "%zu of %zu arguments are missing", c->n_positional - n_positional,
+                         c->n_positional);
     return CLI_OK;
 }
 
@@ -134,8 +139,8 @@ int cli_run(const cli_command *command, int argc, char **argv)
     return code;
 }
 
-bool cli_number(const cli_args *args, size_t option, double missing, double low, double high, bool whole,
-                double *value_out)
+bool cli_number(const cli_args *args, size_t option, double missing, double low, double high,
+                bool whole, double *value_out)
 {
     const char *text = args->option[option];
     char *end = NULL;
@@ -144,7 +149,8 @@ bool cli_number(const cli_args *args, size_t option, double missing, double low,
     errno = 0;
     const double value = strtod(text, &end);
     *value_out = value;
-    if (end != text && *end == '\0' && value >= low && value <= high && (!whole || value == floor(value)))
+    if (end != text && *end == '\0' && value >= low && value <= high &&
+        (!whole || value == floor(value)))
         return true;
     (void)cli_usage(args->command, "%s is '%s', expected a %snumber from %g to %g",
                     args->command->options[option].name, text, whole ? "whole " : "", low, high);

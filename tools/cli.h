@@ -49,13 +49,14 @@ void cli_help(const cli_command *command);
 
 // Print to stderr. `cli_usage` is for arguments that are wrong and returns CLI_USAGE, `cli_fail` says what the
 // library's last error was and returns CLI_FAILURE, or CLI_USAGE for wrong keys and values (DPL_EINVAL).
-int cli_usage(const cli_command *command, const char *format, ...) __attribute__((format(printf, 2, 3)));
+int cli_usage(const cli_command *command, const char *format, ...)
+    __attribute__((format(printf, 2, 3)));
 int cli_fail(void);
 int cli_fail_setting(dpl_status status);
 
 // The option's number; `missing` if it was not given. False after an error on stderr.
-bool cli_number(const cli_args *args, size_t option, double missing, double low, double high, bool whole,
-                double *value_out);
+bool cli_number(const cli_args *args, size_t option, double missing, double low, double high,
+                bool whole, double *value_out);
 
 // Opens the options of the model at PATH with the settings over them, and a context with their threads.
 // Returns an exit code; both are to be closed in any case.

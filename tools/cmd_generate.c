@@ -13,11 +13,14 @@
 
 enum { PROMPT, PROMPT_IDS, TOKENS, TEMPERATURE, TOP_P, SEED };
 static const cli_option options[] = {
-    [PROMPT] = {"--prompt", "TEXT", "what to continue, its bytes are tokens; -: from stdin; default: a line end"},
-    [PROMPT_IDS] = {"--prompt-ids", "I,J,...", "token ids instead; the answer is then printed as ids"},
+    [PROMPT] = {"--prompt", "TEXT",
+                "what to continue, its bytes are tokens; -: from stdin; default: a line end"},
+    [PROMPT_IDS] = {"--prompt-ids", "I,J,...",
+                    "token ids instead; the answer is then printed as ids"},
     [TOKENS] = {"--tokens", "N", "tokens to generate (default 200)"},
     [TEMPERATURE] = {"--temperature", "X", "0: always the likeliest token (default 1)"},
-    [TOP_P] = {"--top-p", "P", "draw from the likeliest tokens with this probability together (default 1)"},
+    [TOP_P] = {"--top-p", "P",
+               "draw from the likeliest tokens with this probability together (default 1)"},
     [SEED] = {"--seed", "N", "of the draws (default 0)"},
 };
 
@@ -61,7 +64,8 @@ static int read_ids(const cli_args *args, prompt *p)
         errno = 0;
         const long long id = strtoll(text, &end, 10);
         if (end == text || errno || id < 0 || id > INT32_MAX || (*end && *end != ','))
-            return cli_usage(args->command, "--prompt-ids is '%s', expected ids with commas between",
+            return cli_usage(args->command,
+                             "--prompt-ids is '%s', expected ids with commas between",
                              args->option[PROMPT_IDS]);
         if (!add(p, (int32_t)id)) return CLI_FAILURE;
         if (!*end) return CLI_OK;
@@ -74,7 +78,8 @@ static int read_prompt(const cli_args *args, prompt *p)
     if (args->option[PROMPT_IDS]) return read_ids(args, p);
     const char *text = args->option[PROMPT] ? args->option[PROMPT] : "\n";
     int code = CLI_OK;
-    if (!strcmp(text, "-")) code = read_stdin(p);
+    if (!strcmp(text, "-"))
+        code = read_stdin(p);
     else
         for (; *text && code == CLI_OK; text++)
             if (!add(p, (unsigned char)*text)) code = CLI_FAILURE;
@@ -87,8 +92,10 @@ static int stream(dpl_generator *generator, size_t n_tokens, bool as_ids)
     for (size_t i = 0; i < n_tokens; i++) {
         int32_t id;
         if (dpl_generator_next(generator, &id) != DPL_OK) return cli_fail();
-        if (as_ids) printf("%s%d", i ? " " : "", (int)id);
-        else putchar(id);
+        if (as_ids)
+            printf("%s%d", i ? " " : "", (int)id);
+        else
+            putchar(id);
         if (fflush(stdout) != 0) return CLI_OK; // main reports it
     }
     if (as_ids || isatty(STDOUT_FILENO) == 1) putchar('\n');
@@ -103,12 +110,15 @@ static int generate(const cli_args *args, dpl_model *model, const prompt *p, siz
     const bool as_ids = args->option[PROMPT_IDS] != NULL;
     if (dpl_model_get_info(model, &info) != DPL_OK) return cli_fail();
     if (!as_ids && info.vocab > 256) {
-        fprintf(stderr, "dropless: the model has %zu tokens, not bytes, and tokenizers are not supported: "
-                        "use --prompt-ids\n", info.vocab);
+        fprintf(stderr,
+                "dropless: the model has %zu tokens, not bytes, and tokenizers are not supported: "
+                "use --prompt-ids\n",
+                info.vocab);
         return CLI_FAILURE;
     }
     if (n_tokens > info.positions_max || p->n > info.positions_max - n_tokens)
-        return cli_usage(args->command, "a prompt of %zu and --tokens %zu are more than the model's %zu positions",
+        return cli_usage(args->command,
+                         "a prompt of %zu and --tokens %zu are more than the model's %zu positions",
                          p->n, n_tokens, info.positions_max);
     o->tokens_max = p->n + n_tokens;
     dpl_status status = dpl_generator_open(model, o, &generator);
@@ -128,7 +138,9 @@ static int run(const cli_args *args)
         return CLI_USAGE;
     if (args->option[PROMPT] && args->option[PROMPT_IDS])
         return cli_usage(args->command, "--prompt and --prompt-ids exclude each other");
-    dpl_generator_options o = {.struct_bytes = sizeof o, .temperature = temperature, .top_p = top_p,
+    dpl_generator_options o = {.struct_bytes = sizeof o,
+                               .temperature = temperature,
+                               .top_p = top_p,
                                .seed = (uint64_t)seed};
     dpl_config *config = NULL;
     dpl_ctx *ctx = NULL;
@@ -136,7 +148,8 @@ static int run(const cli_args *args)
     prompt p = {0};
     int code = read_prompt(args, &p);
     if (code == CLI_OK) code = cli_open(args, args->positional[0], &config, &ctx);
-    if (code == CLI_OK && dpl_model_open(ctx, args->positional[0], config, &model) != DPL_OK) code = cli_fail();
+    if (code == CLI_OK && dpl_model_open(ctx, args->positional[0], config, &model) != DPL_OK)
+        code = cli_fail();
     if (code == CLI_OK) code = generate(args, model, &p, (size_t)n_tokens, &o);
     dpl_model_close(&model);
     dpl_ctx_close(&ctx);
@@ -147,9 +160,11 @@ static int run(const cli_args *args)
 
 const cli_command cli_generate = {
     .name = "generate",
-    .arguments = "PATH [--prompt TEXT] [--tokens N] [--temperature X] [--top-p P] [--seed N] [key=value ...]",
+    .arguments = "PATH [--prompt TEXT] [--tokens N] [--temperature X] [--top-p P] [--seed N] "
+                 "[key=value ...]",
     .summary = "continue a text",
-    .details = "Prints the continuation on stdout as it comes, and nothing else. Equal model, prompt, options and\n"
+    .details = "Prints the continuation on stdout as it comes, and nothing else. Equal model, "
+               "prompt, options and\n"
                "seed give equal text. Keys that matter: dtype, threads.",
     .options = options,
     .n_options = sizeof options / sizeof options[0],

@@ -14,7 +14,8 @@ static int run(const cli_args *args)
     const unsigned flags = (args->option[JSON] ? DPL_INSPECT_JSON : 0) |
                            (args->option[MEMORY] ? DPL_INSPECT_MEMORY : 0);
     char *text = NULL;
-    const dpl_status status = dpl_inspect(args->positional[0], args->settings, args->n_settings, flags, &text);
+    const dpl_status status = dpl_inspect(args->positional[0], args->settings, args->n_settings,
+                                          flags, &text);
     if (status != DPL_OK) return cli_fail_setting(status);
     fputs(text, stdout);
     if (args->option[JSON]) putchar('\n');
@@ -26,7 +27,8 @@ const cli_command cli_inspect = {
     .name = "inspect",
     .arguments = "PATH|CONFIG [--json] [--memory] [key=value ...]",
     .summary = "family, parameters, types, FLOPs, bytes; verifies the checksums of a checkpoint",
-    .details = "CONFIG is a YAML configuration or a config.json: what it would make is described. FLOPs are MaxText's\n"
+    .details = "CONFIG is a YAML configuration or a config.json: what it would make is described. "
+               "FLOPs are MaxText's\n"
                "count for training on sequences of max_target_length.",
     .options = options,
     .n_options = sizeof options / sizeof options[0],

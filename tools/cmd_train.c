@@ -16,7 +16,8 @@ static volatile sig_atomic_t n_signals;
 
 static void on_signal(int number)
 {
-    static const char text[] = "\nstopping after this step and a checkpoint; once more to end at once\n";
+    static const char text[] =
+        "\nstopping after this step and a checkpoint; once more to end at once\n";
     if (n_signals++ > 0) _exit(128 + number);
     if (running) dpl_trainer_stop(running);
     (void)!write(STDERR_FILENO, text, sizeof text - 1);
@@ -28,8 +29,10 @@ static void catch_signals(void)
     sigemptyset(&act.sa_mask);
     sigaction(SIGTERM, &act, NULL);
     // A shell without job control starts its background jobs with SIGINT ignored: that is meant to stay so.
-    if (sigaction(SIGINT, NULL, &before) == 0 && before.sa_handler != SIG_IGN) sigaction(SIGINT, &act, NULL);
-    signal(SIGPIPE, SIG_IGN); // a reader that goes away does not end a run: everything is in log.txt too
+    if (sigaction(SIGINT, NULL, &before) == 0 && before.sa_handler != SIG_IGN)
+        sigaction(SIGINT, &act, NULL);
+    signal(SIGPIPE,
+           SIG_IGN); // a reader that goes away does not end a run: everything is in log.txt too
 }
 
 /* ---- progress ---- */
@@ -54,8 +57,9 @@ static void on_step(void *arg, const dpl_step_metrics *m, int64_t n_steps)
     if (!p->terminal) return;
     p->step_s = p->step_s > 0 ? 0.9 * p->step_s + 0.1 * m->seconds : m->seconds;
     const long long left = (long long)(p->step_s * (double)(n_steps - m->step - 1));
-    printf("\r\033[Kstep %lld/%lld  loss %.4f  %.0f tokens/s  %lld:%02lld:%02lld left", (long long)m->step + 1,
-           (long long)n_steps, m->loss, m->tokens_per_s_per_device, left / 3600, left / 60 % 60, left % 60);
+    printf("\r\033[Kstep %lld/%lld  loss %.4f  %.0f tokens/s  %lld:%02lld:%02lld left",
+           (long long)m->step + 1, (long long)n_steps, m->loss, m->tokens_per_s_per_device,
+           left / 3600, left / 60 % 60, left % 60);
     fflush(stdout);
 }
 
@@ -98,9 +102,11 @@ const cli_command cli_train = {
     .arguments = "CONFIG [key=value ...]",
     .summary = "train a model, or go on with a run that was stopped",
     .details = "CONFIG is a YAML file of keys; key=value overrides it. The run directory\n"
-               "base_output_directory/run_name/ gets config.yml, log.txt, metrics.jsonl and checkpoints/STEP/.\n"
+               "base_output_directory/run_name/ gets config.yml, log.txt, metrics.jsonl and "
+               "checkpoints/STEP/.\n"
                "If it has a checkpoint already, training goes on after the newest one.\n"
-               "Ctrl-C or SIGTERM finishes the step, writes a checkpoint and exits with 0; a second one exits at once.",
+               "Ctrl-C or SIGTERM finishes the step, writes a checkpoint and exits with 0; a "
+               "second one exits at once.",
     .n_positional = 1,
     .takes_settings = true,
     .lists_keys = true,

@@ -9,16 +9,19 @@
 
 #include "cli.h"
 
-static const cli_command *const commands[] = {&cli_train, &cli_eval, &cli_generate, &cli_inspect, &cli_probe};
+static const cli_command *const commands[] = {&cli_train, &cli_eval, &cli_generate, &cli_inspect,
+                                              &cli_probe};
 #define N_COMMANDS (sizeof commands / sizeof commands[0])
 
 static void print_help(FILE *out)
 {
-    fprintf(out, "dropless %s: dropless mixture-of-experts training on CPUs\n\nCommands:\n", dpl_version());
+    fprintf(out, "dropless %s: dropless mixture-of-experts training on CPUs\n\nCommands:\n",
+            dpl_version());
     for (size_t i = 0; i < N_COMMANDS; i++)
         fprintf(out, "  dropless %s %s\n      %s\n", commands[i]->name, commands[i]->arguments,
                 commands[i]->summary);
-    fprintf(out, "\nPATH is a model directory, a checkpoint directory or a run directory (its newest checkpoint).\n"
+    fprintf(out, "\nPATH is a model directory, a checkpoint directory or a run directory (its "
+                 "newest checkpoint).\n"
                  "--help works for every command; --version prints the version.\n"
                  "Exit codes: 0 success, 1 failure, 2 wrong usage.\n");
 }
@@ -28,7 +31,8 @@ static size_t distance(const char *a, const char *b)
 {
     size_t row[32];
     const size_t n_b = strlen(b) < 31 ? strlen(b) : 31;
-    for (size_t j = 0; j <= n_b; j++) row[j] = j;
+    for (size_t j = 0; j <= n_b; j++)
+        row[j] = j;
     for (size_t i = 0; a[i] && i < 31; i++) {
         size_t corner = row[0];
         row[0] = i + 1;
@@ -47,8 +51,8 @@ static int unknown_command(const char *name)
     size_t best = 0;
     for (size_t i = 1; i < N_COMMANDS; i++)
         if (distance(name, commands[i]->name) < distance(name, commands[best]->name)) best = i;
-    fprintf(stderr, "dropless: unknown command '%s'; the nearest is '%s'. See dropless --help\n", name,
-            commands[best]->name);
+    fprintf(stderr, "dropless: unknown command '%s'; the nearest is '%s'. See dropless --help\n",
+            name, commands[best]->name);
     return CLI_USAGE;
 }
 
@@ -76,7 +80,8 @@ static int run(int argc, char **argv)
 static void occupy_streams(void)
 {
     for (int fd = 0; fd <= 2; fd++)
-        if (fcntl(fd, F_GETFD) < 0) (void)!open("/dev/null", fd == 0 ? O_WRONLY : O_RDONLY); // use still fails
+        if (fcntl(fd, F_GETFD) < 0)
+            (void)!open("/dev/null", fd == 0 ? O_WRONLY : O_RDONLY); // use still fails
 }
 
 int main(int argc, char **argv)

@@ -24,7 +24,8 @@ dpl_status dpl_api_dtype(const char *name, dpl_dtype *dtype_out);
 const char *dpl_api_dtype_name(dpl_dtype dtype);
 void dpl_api_describe(const dpl_model_config *c, dpl_dtype dtype, dpl_model_info *info);
 // DPL_EINVAL names the first of n ids that is not in 0 .. vocab-1; with skip, negative ones are passed over.
-dpl_status dpl_api_check_ids(const char *what, const int32_t *ids, size_t n, size_t vocab, bool skip);
+dpl_status dpl_api_check_ids(const char *what, const int32_t *ids, size_t n, size_t vocab,
+                             bool skip);
 dpl_status dpl_api_check_batch(const dpl_model_config *config, size_t n_batch, size_t n_seq);
 
 #endif

@@ -117,7 +117,8 @@ dpl_status dpl_model_eval(dpl_model *model, const char *data_path, const dpl_con
     if (!config) DPL_TRY(dpl_config_open(NULL, &defaults));
     if (!config) config = defaults;
     // Other kinds are for training only; a file that is given here is text unless it is said to be tokens.
-    const dpl_source_kind kind = dpl_is(config->o.dataset_type, "bin") ? DPL_SOURCE_BIN : DPL_SOURCE_TEXT;
+    const dpl_source_kind kind = dpl_is(config->o.dataset_type, "bin") ? DPL_SOURCE_BIN
+                                                                       : DPL_SOURCE_TEXT;
     dpl_source *source = NULL;
     dpl_loss_sums total = {0};
     dpl_status status = dpl_source_open(data_path, kind, (int)config->o.dataset_token_bytes,

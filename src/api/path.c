@@ -29,24 +29,16 @@ static void find_run(const char *dir, char *run_out)
 
 dpl_status dpl_api_resolve(const char *path, char *dir_out, char *run_out)
 {
-    char joined[PATH_MAX];
-    char run[PATH_MAX] = "";
+    char dir[PATH_MAX];
     if (!path || !*path) return dpl_fail(DPL_EINVAL, "the path of the model is empty");
     if (!dpl_path_exists(path)) return dpl_fail(DPL_EIO, "cannot find the model %s: %m", path);
-    DPL_TRY(dpl_path_join(path, "", joined)); // with a slash at the end: what follows it must be a folder
-    if (has_file(path, "config.json")) {
-        find_run(path, run);
-    } else if (has_file(path, "checkpoints")) {
-        memcpy(run, joined, sizeof joined);
-        DPL_TRY(dpl_checkpoint_newest(path, false, joined));
-        if (!joined[0]) return dpl_fail(DPL_EIO, "the run %s has no checkpoint yet", path);
-    } else {
+    DPL_TRY(dpl_checkpoint_resolve(path, dir));
+    if (!has_file(dir, "config.json"))
         return dpl_fail(
             DPL_EIO,
             "%s is no model: expected a folder with config.json, or a run with checkpoints", path);
-    }
-    memcpy(dir_out, joined, sizeof joined);
-    if (run_out) memcpy(run_out, run, sizeof run);
+    if (run_out) find_run(dir, run_out);
+    memcpy(dir_out, dir, sizeof dir);
     return DPL_OK;
 }
 
@@ -70,7 +62,7 @@ dpl_status dpl_config_open_model(const char *path, dpl_config **config_out)
 {
     char dir[PATH_MAX], run[PATH_MAX], yaml[PATH_MAX];
     DPL_TRY(dpl_api_resolve(path, dir, run));
-    if (run[0] && has_file(run, "config.yml")) {
+    if (run[0]) {
         DPL_TRY(dpl_path_join(run, "config.yml", yaml));
         return dpl_config_open(yaml, config_out);
     }

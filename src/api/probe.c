@@ -12,8 +12,8 @@
 typedef struct collection {
     dpl_st_tensor *list; // names and data are owned
     size_t n, n_room;
-    dpl_status status;   // the first failure; later additions are ignored
-    bool grad;           // gradients of hidden states are wanted
+    dpl_status status; // the first failure; later additions are ignored
+    bool grad;         // gradients of hidden states are wanted
 } collection;
 
 typedef struct probe {
@@ -29,9 +29,18 @@ typedef struct probe {
 } probe;
 
 static const char *const probe_defaults[] = {
-    "dtype=float32", "mtp_loss_scaling_factor=0.3", "learning_rate=1e-3", "adam_b1=0.9", "adam_b2=0.95",
-    "adam_eps=1e-8", "adam_eps_root=0", "adam_weight_decay=0.1", "routed_bias_update_rate=0",
-    "load_balance_loss_weight=0", "z_loss_multiplier=0", "gradient_clipping_threshold=0",
+    "dtype=float32",
+    "mtp_loss_scaling_factor=0.3",
+    "learning_rate=1e-3",
+    "adam_b1=0.9",
+    "adam_b2=0.95",
+    "adam_eps=1e-8",
+    "adam_eps_root=0",
+    "adam_weight_decay=0.1",
+    "routed_bias_update_rate=0",
+    "load_balance_loss_weight=0",
+    "z_loss_multiplier=0",
+    "gradient_clipping_threshold=0",
 };
 
 /* ---- the collection ---- */
@@ -56,14 +65,15 @@ static dpl_status grow(collection *c)
 }
 
 // Copies a tensor in.
-static void collect(collection *c, const char *name, dpl_st_dtype dtype, int rank, const int64_t *shape,
-                    const void *data)
+static void collect(collection *c, const char *name, dpl_st_dtype dtype, int rank,
+                    const int64_t *shape, const void *data)
 {
     if (c->status != DPL_OK) return;
     if (c->n == c->n_room) c->status = grow(c);
     if (c->status != DPL_OK) return;
     dpl_st_tensor t = {.dtype = dtype, .rank = rank, .bytes = dpl_st_dtype_bytes(dtype)};
-    for (int i = 0; i < rank; i++) t.bytes *= (uint64_t)(t.shape[i] = shape[i]);
+    for (int i = 0; i < rank; i++)
+        t.bytes *= (uint64_t)(t.shape[i] = shape[i]);
     char *copy_name = dpl_strdup(name);
     uint8_t *copy = dpl_alloc(t.bytes);
     if (!copy_name || !copy) {
@@ -106,7 +116,8 @@ static dpl_status write_collection(const collection *c, const char *path)
     dpl_st_tensor *declared = dpl_alloc_array(c->n, sizeof *declared);
     if (!declared) return dpl_fail(DPL_ENOMEM, "no memory to list %zu tensors", c->n);
     memcpy(declared, c->list, c->n * sizeof *declared);
-    for (size_t i = 0; i < c->n; i++) declared[i].data = NULL;
+    for (size_t i = 0; i < c->n; i++)
+        declared[i].data = NULL;
     dpl_status status = dpl_st_create(path, declared, c->n, NULL, &writer);
     for (size_t i = 0; i < c->n && status == DPL_OK; i++)
         status = dpl_st_append(writer, c->list[i].data, c->list[i].bytes);
@@ -118,15 +129,15 @@ static dpl_status write_collection(const collection *c, const char *path)
 
 /* ---- the batch ---- */
 
-static dpl_status read_ids(const dpl_st_file *file, const char *name, const dpl_st_tensor *t, size_t vocab,
-                           bool skip, int64_t *wide, int32_t *ids)
+static dpl_status read_ids(const dpl_st_file *file, const char *name, const dpl_st_tensor *t,
+                           size_t vocab, bool skip, int64_t *wide, int32_t *ids)
 {
     const size_t n = dpl_st_elems(t);
     DPL_TRY(dpl_st_read_i64(t, 0, n, wide));
     for (size_t i = 0; i < n; i++) {
         if ((wide[i] < 0 && !skip) || wide[i] >= (int64_t)vocab)
-            return dpl_fail(DPL_EINVAL, "%s: %s[%zu] is %lld, expected 0 to %zu", dpl_st_path(file), name, i,
-                            (long long)wide[i], vocab - 1);
+            return dpl_fail(DPL_EINVAL, "%s: %s[%zu] is %lld, expected 0 to %zu", dpl_st_path(file),
+                            name, i, (long long)wide[i], vocab - 1);
         ids[i] = wide[i] < 0 ? -1 : (int32_t)wide[i];
     }
     return DPL_OK;
@@ -135,13 +146,16 @@ static dpl_status read_ids(const dpl_st_file *file, const char *name, const dpl_
 static dpl_status read_batch(probe *p, const dpl_st_file *file)
 {
     const size_t vocab = p->model->config.vocab;
-    const dpl_st_tensor *ids = dpl_st_find(file, "input_ids"), *labels = dpl_st_find(file, "labels");
+    const dpl_st_tensor *ids = dpl_st_find(file, "input_ids"),
+                        *labels = dpl_st_find(file, "labels");
     if (!ids || ids->rank != 2)
         return dpl_fail(DPL_EFORMAT, "%s: expected a tensor input_ids (B, S)", dpl_st_path(file));
-    if (labels && (labels->rank != 2 || labels->shape[0] != ids->shape[0] || labels->shape[1] != ids->shape[1]))
+    if (labels && (labels->rank != 2 || labels->shape[0] != ids->shape[0] ||
+                   labels->shape[1] != ids->shape[1]))
         return dpl_fail(DPL_EFORMAT, "%s: expected labels in the shape of input_ids, (%lld, %lld)",
                         dpl_st_path(file), (long long)ids->shape[0], (long long)ids->shape[1]);
-    const size_t n_batch = (size_t)ids->shape[0], n_seq = (size_t)ids->shape[1], n = dpl_st_elems(ids);
+    const size_t n_batch = (size_t)ids->shape[0], n_seq = (size_t)ids->shape[1],
+                 n = dpl_st_elems(ids);
     DPL_TRY(dpl_api_check_batch(&p->model->config, n_batch, n_seq));
     p->labels = dpl_alloc_array(n, sizeof *p->labels);
     p->ids = dpl_alloc_array(n, sizeof *p->ids);
@@ -152,8 +166,10 @@ static dpl_status read_batch(probe *p, const dpl_st_file *file)
     DPL_TRY(read_ids(file, "input_ids", ids, vocab, false, p->labels, p->ids));
     // Labels are not shifted: position s predicts labels[s + 1].
     const int32_t *unshifted = labels ? p->targets : p->ids;
-    for (size_t i = 0; i < n; i++) p->targets[i] = (i + 1) % n_seq ? unshifted[i + 1] : -1;
-    p->batch = (dpl_batch){.n_batch = n_batch, .n_seq = n_seq, .ids = p->ids, .targets = p->targets};
+    for (size_t i = 0; i < n; i++)
+        p->targets[i] = (i + 1) % n_seq ? unshifted[i + 1] : -1;
+    p->batch = (dpl_batch){
+        .n_batch = n_batch, .n_seq = n_seq, .ids = p->ids, .targets = p->targets};
     return DPL_OK;
 }
 
@@ -161,10 +177,13 @@ static void collect_batch(probe *p)
 {
     const size_t n = p->batch.n_batch * p->batch.n_seq;
     const int64_t shape[2] = {(int64_t)p->batch.n_batch, (int64_t)p->batch.n_seq};
-    for (size_t i = 0; i < n; i++) p->labels[i] = p->targets[i] < 0 ? -100 : p->targets[i];
+    for (size_t i = 0; i < n; i++)
+        p->labels[i] = p->targets[i] < 0 ? -100 : p->targets[i];
     collect(&p->out, "targets", DPL_ST_I64, 2, shape, p->labels);
-    uint8_t *mask = (uint8_t *)p->labels; // the targets are copied: their memory is free for the mask
-    for (size_t i = 0; i < n; i++) mask[i] = p->targets[i] >= 0;
+    uint8_t *mask =
+        (uint8_t *)p->labels; // the targets are copied: their memory is free for the mask
+    for (size_t i = 0; i < n; i++)
+        mask[i] = p->targets[i] >= 0;
     collect(&p->out, "loss_mask", DPL_ST_U8, 2, shape, mask);
 }
 
@@ -194,8 +213,9 @@ static void collect_losses(probe *p)
     const double loss = mean(s->xent, s->n_tokens), mtp = mean(s->mtp_xent, s->mtp_tokens);
     collect_f64(&p->out, "loss", loss);
     if (p->model->config.n_mtp > 0) collect_f64(&p->out, "mtp.loss", mtp);
-    collect_f64(&p->out, "total_loss", loss + mean(s->z, s->n_tokens) + p->rule.mtp_weight * mtp +
-                                           s->balance + s->router_z);
+    collect_f64(&p->out, "total_loss",
+                loss + mean(s->z, s->n_tokens) + p->rule.mtp_weight * mtp + s->balance +
+                    s->router_z);
 }
 
 // The router bias after one step with these counts.
@@ -210,7 +230,8 @@ static void collect_bias_next(probe *p, double rate)
         if (!next) continue;
         const int64_t *n = (const int64_t *)(const void *)counts->data;
         double sum = 0;
-        for (size_t e = 0; e < c->n_experts; e++) sum += (double)n[e];
+        for (size_t e = 0; e < c->n_experts; e++)
+            sum += (double)n[e];
         for (size_t e = 0; e < c->n_experts; e++) {
             const double gap = sum / (double)c->n_experts - (double)n[e];
             next[e] = dpl_model_bias(p->model, l)[e] + (float)(rate * ((gap > 0) - (gap < 0)));
@@ -226,12 +247,14 @@ static dpl_status run_pass(probe *p)
 {
     dpl_model *m = p->model;
     double n_targets = 0;
-    for (size_t i = 0; i < p->batch.n_batch * p->batch.n_seq; i++) n_targets += p->targets[i] >= 0;
-    memset(m->counts, 0, (m->config.n_layers + m->config.n_mtp) * m->config.n_experts * sizeof(int64_t));
+    for (size_t i = 0; i < p->batch.n_batch * p->batch.n_seq; i++)
+        n_targets += p->targets[i] >= 0;
+    memset(m->counts, 0,
+           (m->config.n_layers + m->config.n_mtp) * m->config.n_experts * sizeof(int64_t));
     dpl_model_zero_grads(m);
-    return dpl_model_train_micro(m, &p->batch, &p->rule, mean(1, n_targets),
-                                 mean(p->rule.mtp_weight, dpl_batch_mtp_tokens(&m->config, &p->batch)), 1.0,
-                                 &p->sums);
+    return dpl_model_train_micro(
+        m, &p->batch, &p->rule, mean(1, n_targets),
+        mean(p->rule.mtp_weight, dpl_batch_mtp_tokens(&m->config, &p->batch)), 1.0, &p->sums);
 }
 
 // A flat array under its tensors' names on disk.
@@ -276,7 +299,8 @@ static dpl_status run_steps(probe *p, size_t n_steps)
         if (i > 0) DPL_TRY(run_pass(p));
         DPL_TRY(dpl_optimizer_norm(p->optimizer, &norm));
         const double clip = o->gradient_clipping_threshold;
-        dpl_optimizer_apply(p->optimizer, o->learning_rate, clip > 0 && norm > clip ? clip / norm : 1.0);
+        dpl_optimizer_apply(p->optimizer, o->learning_rate,
+                            clip > 0 && norm > clip ? clip / norm : 1.0);
         dpl_model_update_bias(p->model, o->routed_bias_update_rate);
     }
     dpl_ctx_wait(p->model->ctx);
@@ -307,8 +331,8 @@ static dpl_status run_probe(probe *p, const char *input_path, const dpl_probe_op
     return o->n_steps ? run_steps(p, o->n_steps) : p->out.status;
 }
 
-dpl_status dpl_model_probe(dpl_ctx *ctx, const char *path, const char *input_path, const char *output_path,
-                           const dpl_probe_options *options)
+dpl_status dpl_model_probe(dpl_ctx *ctx, const char *path, const char *input_path,
+                           const char *output_path, const dpl_probe_options *options)
 {
     const dpl_probe_options none = {.struct_bytes = sizeof none}, *o = options ? options : &none;
     if (!ctx || !path || !input_path || !output_path)
@@ -317,7 +341,8 @@ dpl_status dpl_model_probe(dpl_ctx *ctx, const char *path, const char *input_pat
         return dpl_fail(DPL_EINVAL, "struct_bytes must be sizeof(dpl_probe_options)");
     probe p = {0};
     dpl_status status = dpl_config_open(NULL, &p.config);
-    if (status == DPL_OK) status = dpl_api_apply(p.config, probe_defaults, DPL_COUNT(probe_defaults));
+    if (status == DPL_OK)
+        status = dpl_api_apply(p.config, probe_defaults, DPL_COUNT(probe_defaults));
     if (status == DPL_OK) status = dpl_api_apply(p.config, o->settings, o->n_settings);
     if (status == DPL_OK) status = dpl_model_open(ctx, path, p.config, &p.model);
     if (status == DPL_OK) status = run_probe(&p, input_path, o);
