@@ -9,8 +9,9 @@
 #include "cpu/row_io.h"
 
 #define M_BLOCK    256 // rows of the packed left operand: M_BLOCK * DPL_GEMM_KC floats in L2
-#define M_SPLIT    56  // rows are not split finer than this for more tasks
+#define M_SPLIT    64  // rows are not split finer than this for more tasks
 #define P_ROUNDED  8   // panels of a block whose result is rounded to bf16 at the end
+#define TASKS      3   // a thread gets about so many: more even, but more packing
 #define COST_MIN   1e6 // multiply-adds, below which another task costs more than it brings
 #define ROWS_BYTES 8   // reading a group's weight costs about as much as so many rows
 
@@ -79,11 +80,20 @@ static gemm_shape group_shape(const gemm_args *a, size_t g, double cost_task)
     s.n_panels = dpl_div_up(s.n_cols, DPL_PANEL);
     if (rows == 0 || s.m == 0 || s.n_panels == 0) return s;
 
-    const size_t tasks = (size_t)(group_cost(a, rows) / cost_task) + 1;
     const size_t p_most = a->out.dtype == DPL_BF16 ? P_ROUNDED : s.n_panels;
-    s.m_blocks = DPL_MAX(dpl_div_up(s.m, M_BLOCK), DPL_MIN(tasks, dpl_div_up(s.m, M_SPLIT)));
-    s.p_blocks = DPL_MIN(dpl_div_up(tasks, s.m_blocks), s.n_panels);
-    s.p_blocks = DPL_MAX(s.p_blocks, dpl_div_up(s.n_panels, p_most));
+    const double tasks = group_cost(a, rows) / cost_task;
+    s.m_blocks = dpl_div_up(s.m, M_BLOCK);
+    s.p_blocks = dpl_div_up(s.n_panels, p_most);
+    // Halve the longer side: a square block packs and reads the least for its work.
+    while ((double)(s.m_blocks * s.p_blocks) < tasks) {
+        const size_t height = s.m / s.m_blocks, width = s.n_cols / s.p_blocks;
+        if (height >= 2 * M_SPLIT && height >= width)
+            s.m_blocks *= 2;
+        else if (width >= 2 * DPL_PANEL)
+            s.p_blocks *= 2;
+        else
+            break;
+    }
     return s;
 }
 
@@ -153,24 +163,60 @@ static const float *right_panel(const gemm_block *b, size_t p, size_t l0, size_t
     return b->packed_b;
 }
 
+// What the i-th tile of panel p fetches for later: its part of where the next right operand lies
+// before it is packed, and in wgrad, whose left operand lies in short pieces, of the next left one.
+static dpl_gemm_ahead fetch_wgrad(const gemm_block *b, size_t p, size_t l0, size_t depth, size_t i,
+                                  size_t n_tiles)
+{
+    const dpl_mat dy = b->a->right,
+                  x = b->a->left; // One line of each row, the others by other tiles.
+    const size_t dy_lines = DPL_PANEL * dpl_dtype_bytes(dy.dtype) / 64;
+    if (i < dy_lines && p + 1 < b->p0 + b->n_panels) {
+        const uint8_t *at = dpl_mat_at(dy, b->row + l0, (p + 1) * DPL_PANEL).p;
+        return (dpl_gemm_ahead){at + i * 64, dy.ld * dpl_dtype_bytes(dy.dtype)};
+    }
+    const size_t line = (p - b->p0) * n_tiles + i - dy_lines;
+    if (i < dy_lines || l0 + depth >= b->depth || line * 64 >= b->m * dpl_dtype_bytes(x.dtype))
+        return (dpl_gemm_ahead){b->packed_b, 0};
+    const uint8_t *at = dpl_mat_at(x, b->row + l0 + depth, b->m0).p;
+    return (dpl_gemm_ahead){at + line * 64, x.ld * dpl_dtype_bytes(x.dtype)};
+}
+
+static dpl_gemm_ahead fetch_ahead(const gemm_block *b, size_t p, size_t l0, size_t depth, size_t i,
+                                  size_t n_tiles)
+{
+    const gemm_args *a = b->a;
+    if (a->op == WGRAD) return fetch_wgrad(b, p, l0, depth, i, n_tiles);
+    const size_t row_bytes = DPL_PANEL * dpl_dtype_bytes(a->operand);
+    size_t l = l0 + i * depth / n_tiles;
+    if (++p == b->p0 + b->n_panels) p = b->p0, l += depth;
+    if (l >= b->depth) return (dpl_gemm_ahead){b->packed_b, 0};
+    size_t row = b->group * dpl_div_up(a->n, DPL_PANEL) * a->k;
+    row += a->op == FORWARD ? p * a->k + l : l / DPL_PANEL * a->k + p * DPL_PANEL + l % DPL_PANEL;
+    return (dpl_gemm_ahead){(const uint8_t *)a->weight + row * row_bytes, row_bytes / n_tiles};
+}
+
+static void panel_product(const gemm_block *b, size_t p, size_t l0, size_t depth, size_t n_tiles)
+{
+    const float *right = right_panel(b, p, l0, depth);
+    const size_t n = DPL_MIN(b->n_cols - p * DPL_PANEL, (size_t)DPL_PANEL);
+    float *c = b->c + (p - b->p0) * b->c_panel;
+    for (size_t i = 0; i < n_tiles; ++i) {
+        const size_t first = tile_first(b, i, n_tiles), m = tile_first(b, i + 1, n_tiles) - first;
+        b->k->tile(m, n, depth, b->packed_a + first * depth, right, c + first * b->ldc, b->ldc,
+                   l0 > 0 || b->a->accumulate, fetch_ahead(b, p, l0, depth, i, n_tiles));
+    }
+}
+
 static void block_product(const gemm_block *b)
 {
     const size_t n_tiles = dpl_div_up(b->m, b->k->mr), step = depth_step(b->depth);
     size_t l0 = 0;
     do { // Once even if there is nothing to contract: the result is zero then.
         const size_t depth = DPL_MIN(b->depth - l0, step);
-        const bool add = l0 > 0 || b->a->accumulate;
         pack_left(b, n_tiles, l0, depth);
-        for (size_t p = b->p0; p < b->p0 + b->n_panels; ++p) {
-            const float *right = right_panel(b, p, l0, depth);
-            const size_t n = DPL_MIN(b->n_cols - p * DPL_PANEL, (size_t)DPL_PANEL);
-            float *c = b->c + (p - b->p0) * b->c_panel;
-            for (size_t i = 0; i < n_tiles; ++i) {
-                const size_t first = tile_first(b, i, n_tiles);
-                b->k->tile(tile_first(b, i + 1, n_tiles) - first, n, depth,
-                           b->packed_a + first * depth, right, c + first * b->ldc, b->ldc, add);
-            }
-        }
+        for (size_t p = b->p0; p < b->p0 + b->n_panels; ++p)
+            panel_product(b, p, l0, depth, n_tiles);
         l0 += depth;
     } while (l0 < b->depth);
 }
@@ -244,7 +290,7 @@ static void run_gemm(dpl_ctx *ctx, const void *args)
     size_t n_tasks = 0, row;
     for (size_t g = 0; g < a->groups.n; ++g)
         cost += group_cost(a, group_rows(&a->groups, g, &row));
-    run.cost_task = DPL_MAX(cost / (4 * dpl_pool_threads(ctx->pool)), COST_MIN);
+    run.cost_task = DPL_MAX(cost / (TASKS * dpl_pool_threads(ctx->pool)), COST_MIN);
     for (size_t g = 0; g < a->groups.n; ++g) {
         const gemm_shape s = group_shape(a, g, run.cost_task);
         a->first_task[g] = n_tasks;

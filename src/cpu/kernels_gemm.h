@@ -19,13 +19,19 @@ typedef enum dpl_gemm_load {
     DPL_LOAD_ROUNDED // F32 rounded to bf16: the numeric class of bf16 operands
 } dpl_gemm_load;
 
+// What a tile product fetches into L2 on its way, for a later one: at step l the line of p + l * step.
+typedef struct dpl_gemm_ahead {
+    const void *p;
+    size_t step; // bytes
+} dpl_gemm_ahead;
+
 typedef struct dpl_gemm_kernels {
     const char *name;
     size_t mr; // the most rows that a tile may have
     // c[i*ldc + j] (+= if add, else =) sum over l of a[l*m + i] * b[l*32 + j], for i < m <= mr and
     // j < n <= 32. Only n columns of c are touched; b has 32.
     void (*tile)(size_t m, size_t n, size_t kc, const float *a, const float *b, float *c,
-                 size_t ldc, bool add);
+                 size_t ldc, bool add, dpl_gemm_ahead ahead);
     // dst[l*w + i] = src[i*ld + l] for i < m, l < kc, and 0 for m <= i < w.
     void (*pack_rows)(dpl_gemm_load load, size_t m, size_t kc, const void *src, size_t ld, size_t w,
                       float *dst);

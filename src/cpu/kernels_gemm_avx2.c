@@ -53,13 +53,16 @@ static inline void add_store8(size_t n, float *c, __m256 acc, bool add)
 // 16 columns of a tile, of which n are stored.
 static inline __attribute__((always_inline)) void half_rows(size_t m, size_t n, size_t kc,
                                                             const float *a, const float *b,
-                                                            float *c, size_t ldc, bool add)
+                                                            float *c, size_t ldc, bool add,
+                                                            dpl_gemm_ahead ahead)
 {
+    const char *p = ahead.p;
     EACH(ZERO)
     if (add) {
         EACH(PREFETCH)
     }
-    for (size_t l = 0; l < kc; ++l, a += m, b += 32) {
+    for (size_t l = 0; l < kc; ++l, a += m, b += 32, p += ahead.step) {
+        _mm_prefetch(p, _MM_HINT_T1);
         const __m256 b0 = _mm256_loadu_ps(b), b1 = _mm256_loadu_ps(b + 8);
         EACH(STEP)
     }
@@ -67,13 +70,13 @@ static inline __attribute__((always_inline)) void half_rows(size_t m, size_t n, 
 }
 
 static void tile_avx2(size_t m, size_t n, size_t kc, const float *a, const float *b, float *c,
-                      size_t ldc, bool add)
+                      size_t ldc, bool add, dpl_gemm_ahead ahead)
 {
     for (size_t j = 0; j < n; j += 16) {
         switch (m) {
-#define ROWS(i)                                             \
-    case i:                                                 \
-        half_rows(i, n - j, kc, a, b + j, c + j, ldc, add); \
+#define ROWS(i)                                                    \
+    case i:                                                        \
+        half_rows(i, n - j, kc, a, b + j, c + j, ldc, add, ahead); \
         break;
             ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6)
 #undef ROWS

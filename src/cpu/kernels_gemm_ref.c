@@ -9,8 +9,9 @@
 #define MR 4
 
 static void tile_ref(size_t m, size_t n, size_t kc, const float *a, const float *b, float *c,
-                     size_t ldc, bool add)
+                     size_t ldc, bool add, dpl_gemm_ahead ahead)
 {
+    (void)ahead;
     float acc[MR][32] = {{0}};
     for (size_t l = 0; l < kc; ++l, a += m, b += 32) {
         for (size_t i = 0; i < m; ++i) {
