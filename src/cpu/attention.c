@@ -12,6 +12,7 @@
 #include "cpu/row_io.h"
 
 #define KEY_BLOCK   128 // keys of a block of scores: a multiple of DPL_PANEL
+#define HIDDEN      16  // the seen part of a row of scores is filled up to a multiple of this
 #define BLOCK_ROWS  64  // about as many queries share a block of keys while it is in cache
 #define TASK_BLOCKS 8   // forward: query blocks that share one packing of the keys
 
@@ -230,20 +231,30 @@ static bool block_visible(const attn_head *h, size_t q0, size_t q1, size_t k0, s
     return q.low <= q.high && k.low <= k.high && q.low <= k.high && k.low <= q.high;
 }
 
-// Of keys k0..k0+n, `row` sees a prefix, whose length is returned; hides those of other segments in
-// it. dp may be NULL.
+// Of keys k0..k0+n, `row` sees a prefix, whose length is returned (0 if it sees none); hides those of
+// other segments in it, and what follows up to a whole number of vectors. dp may be NULL.
 static size_t mask_row(const attn_head *h, size_t row, size_t k0, size_t n, bool mixed,
                        float *score, float *dp)
 {
     if (row < k0 || is_padding(h, row)) return 0;
     n = DPL_MIN(n, row + 1 - k0);
-    if (!mixed) return n;
-    for (size_t j = 0; j < n; j++) {
+    for (size_t j = n; j < dpl_round_up(n, HIDDEN); j++)
+        score[j] = -INFINITY;
+    size_t seen = n;
+    for (size_t j = 0; mixed && j < n; j++) {
         if (h->segment[k0 + j] == h->segment[row]) continue;
         score[j] = -INFINITY;
         if (dp) dp[j] = 0;
+        seen--;
     }
-    return n;
+    return seen > 0 ? n : 0;
+}
+
+// One tile product. Operands are in L2 already: what it would fetch ahead is its own first line.
+static void multiply(const attn_head *h, size_t m, size_t n, size_t kc, const float *left,
+                     const float *right, float *c, size_t ldc, bool add)
+{
+    h->g->tile(m, n, kc, left, right, c, ldc, add, (dpl_gemm_ahead){right, 0});
 }
 
 // score (m, n_keys) = one packed tile times keys k0.. ; whole panels of score are written.
@@ -251,7 +262,8 @@ static void multiply_keys(const attn_head *h, size_t m, size_t depth, const floa
                           const float *keys, size_t k0, size_t n_keys, float *score)
 {
     for (size_t j = 0; j < n_keys; j += DPL_PANEL)
-        h->g->tile(m, DPL_PANEL, depth, tile, keys + (k0 + j) * depth, score + j, KEY_BLOCK, false);
+        multiply(h, m, DPL_PANEL, depth, tile, keys + (k0 + j) * depth, score + j, KEY_BLOCK,
+                 false);
 }
 
 // c (m, d) += packed left (kc, m) times panels of `stride` rows, from row `first` on.
@@ -260,8 +272,8 @@ static void multiply_panels(const attn_head *h, size_t m, size_t kc, const float
                             size_t ldc)
 {
     for (size_t j = 0; j < d; j += DPL_PANEL)
-        h->g->tile(m, DPL_MIN(DPL_PANEL, d - j), kc, left, panels + j * stride + first * DPL_PANEL,
-                   c + j, ldc, true);
+        multiply(h, m, DPL_MIN(DPL_PANEL, d - j), kc, left, panels + j * stride + first * DPL_PANEL,
+                 c + j, ldc, true);
 }
 
 /* ---- forward --------------------------------------------------------------------------------- */
@@ -271,18 +283,20 @@ static void multiply_panels(const attn_head *h, size_t m, size_t kc, const float
 static void soften_row(const attn_head *h, size_t i, size_t n, size_t n_keys, float *score)
 {
     const attn_work *w = &h->w;
-    const float max = h->r->max(score, n);
-    if (max == -INFINITY) n = 0; // sees none of these keys
-    if (n > 0 && max > w->max[i]) {
-        if (w->sum[i] != 0) {
-            const float shrink = expf(w->max[i] - max);
-            w->sum[i] *= shrink;
-            h->r->scale(shrink, w->acc + i * h->ld_v, h->ld_v);
+    if (n > 0) {
+        n = dpl_round_up(n, HIDDEN);
+        const float max = h->r->max(score, n);
+        if (max > w->max[i]) {
+            if (w->sum[i] != 0) {
+                const float shrink = expf(w->max[i] - max);
+                w->sum[i] *= shrink;
+                h->r->scale(shrink, w->acc + i * h->ld_v, h->ld_v);
+            }
+            w->max[i] = max;
         }
-        w->max[i] = max;
+        w->sum[i] += h->r->exp_sub_sum(score, w->max[i], score, n);
     }
-    if (n > 0) w->sum[i] += h->r->exp_sub_sum(score, w->max[i], score, n);
-    memset(score + n, 0, (n_keys - n) * sizeof *score);
+    if (n < n_keys) memset(score + n, 0, (n_keys - n) * sizeof *score);
 }
 
 // Tile `tile` of a block whose first row is q0, against keys k0..k1.
@@ -380,9 +394,10 @@ static void backward_row(const attn_head *h, size_t i, size_t row, size_t n, siz
                          float *score, float *dp)
 {
     const float delta = h->w.max[i];
-    if (n > 0) h->r->exp_sub_sum(score, h->lse[row], score, n);
+    if (n > 0) h->r->exp_sub_sum(score, h->lse[row], score, dpl_round_up(n, HIDDEN));
     for (size_t j = 0; j < n; j++)
         dp[j] = score[j] * (dp[j] - delta);
+    if (n == n_keys) return;
     memset(score + n, 0, (n_keys - n) * sizeof *score);
     memset(dp + n, 0, (n_keys - n) * sizeof *dp);
 }
