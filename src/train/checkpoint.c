@@ -101,7 +101,10 @@ dpl_status dpl_checkpoint_verify(const char *dir)
 {
     char path[PATH_MAX];
     json_t *manifest;
+    if (!dir) return dpl_fail(DPL_EINVAL, "dpl_checkpoint_verify: dir is NULL");
     DPL_TRY(dpl_path_join(dir, MANIFEST, path));
+    if (!dpl_path_exists(path))
+        return dpl_fail(DPL_EFORMAT, "%s: no checkpoint, it has no " MANIFEST, dir);
     DPL_TRY(dpl_json_read(path, &manifest));
     const char *kind = json_string_value(json_object_get(manifest, "format")), *name;
     json_t *files = json_object_get(manifest, "files"), *entry;

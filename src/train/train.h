@@ -238,7 +238,6 @@ struct dpl_trainer {
 dpl_status
 dpl_checkpoint_save(dpl_trainer *t); // under the step last made; then removes what is too old
 dpl_status dpl_checkpoint_load(dpl_trainer *t, const char *dir); // a verified one, everything
-dpl_status dpl_checkpoint_verify(const char *dir); // sizes and checksums by its manifest
 // The newest checkpoint of a run directory, verified; "" if there is none. A damaged one is an error that
 // names the newest good one before it. Unfinished ones of a killed process are removed if `clean`.
 dpl_status dpl_checkpoint_newest(const char *run_dir, bool clean, char *dir_out);
