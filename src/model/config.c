@@ -56,6 +56,9 @@ static dpl_status check_experts(const dpl_model_config *c)
                         c->n_layers - c->n_dense + c->n_mtp);
     }
     DPL_TRY(check_size("num_experts", e, 1, 65536));
+    if (e * (c->n_layers + c->n_mtp) > 1 << 20)
+        return dpl_fail(DPL_EINVAL, "num_experts %zu in %zu layers, expected at most %d together",
+                        e, c->n_layers + c->n_mtp, 1 << 20);
     DPL_TRY(check_size("num_experts_per_tok", c->top_k, 1, e));
     DPL_TRY(check_size("base_moe_mlp_dim", c->moe_f, 1, 1 << 20));
     DPL_TRY(check_size("shared_experts", c->n_shared, 0, 1024));
@@ -78,6 +81,43 @@ static dpl_status check_experts(const dpl_model_config *c)
     return DPL_OK;
 }
 
+static dpl_status check_rope(const dpl_rope_config *r)
+{
+    if (!(r->theta > 1 && isfinite(r->theta)))
+        return dpl_fail(DPL_EINVAL, "rope_max_timescale is %g, expected more than 1", r->theta);
+    const struct {
+        const char *key;
+        double value, low;
+    } rows[] = {{"rope_factor", r->factor, 1},
+                {"original_max_position_embeddings", r->original_positions, 1},
+                {"beta_fast", r->beta_fast, 1e-9},
+                {"beta_slow", r->beta_slow, 1e-9},
+                {"mscale", r->mscale, 0},
+                {"mscale_all_dim", r->mscale_all_dim, 0},
+                {"attention_factor", r->attention_factor, 0}};
+    for (size_t i = 0; r->yarn && i < DPL_COUNT(rows); i++)
+        if (!(rows[i].value >= rows[i].low && rows[i].value <= 1e9))
+            return dpl_fail(DPL_EINVAL, "%s is %g, expected %g to 1e9", rows[i].key, rows[i].value,
+                            rows[i].low);
+    return DPL_OK;
+}
+
+// Each size alone may be large; together they must leave every count of elements within 64 bits.
+static dpl_status check_total(const dpl_model_config *c)
+{
+    const double d = (double)c->d, heads = (double)c->n_heads, kv = (double)c->kv_lora;
+    const double qk = heads * (double)(c->d_nope + c->d_rope), v = heads * (double)c->d_v;
+    const double attention = (d + qk) * (double)(c->q_lora ? c->q_lora : c->d) +
+                             (d + qk + v) * (kv + (double)c->d_rope) + d * v;
+    const double experts = (double)c->n_experts + (double)c->n_shared;
+    const double mlp = 3 * d * ((double)c->mlp_f + experts * ((double)c->moe_f + 16));
+    const double total = 2 * d * (double)c->vocab +
+                         (double)(c->n_layers + c->n_mtp) * (attention + mlp + 2 * d * d);
+    if (total < 0x1p50) return DPL_OK;
+    return dpl_fail(DPL_EINVAL, "these sizes make about %g parameters, expected less than 2^50",
+                    total);
+}
+
 dpl_status dpl_model_config_check(const dpl_model_config *c)
 {
     DPL_TRY(check_size("vocab_size", c->vocab, 1, (size_t)1 << 30));
@@ -98,15 +138,12 @@ dpl_status dpl_model_config_check(const dpl_model_config *c)
         return dpl_fail(DPL_EINVAL,
                         "normalization_layer_epsilon is %g, expected more than 0 and less than 1",
                         c->eps);
-    if (!(c->rope.theta > 1))
-        return dpl_fail(DPL_EINVAL, "rope_max_timescale is %g, expected more than 1",
-                        c->rope.theta);
-    if (!(c->rope.factor >= 1))
-        return dpl_fail(DPL_EINVAL, "rope_factor is %g, expected at least 1", c->rope.factor);
+    DPL_TRY(check_rope(&c->rope));
     if (!isfinite(c->routed_scale))
         return dpl_fail(DPL_EINVAL, "routed_scaling_factor is %g, expected a finite number",
                         c->routed_scale);
-    return check_experts(c);
+    DPL_TRY(check_experts(c));
+    return check_total(c);
 }
 
 /* ---- config.json ---- */
@@ -161,10 +198,17 @@ static dpl_status expect_text(const json_t *object, const char *key, const char 
 static dpl_status read_rope(const json_t *object, dpl_model_config *c)
 {
     const json_t *nested = json_object_get(object, "rope_parameters");
-    const bool new_form = json_is_object(nested);
+    const bool new_form = nested && !json_is_null(nested);
+    if (new_form && !json_is_object(nested))
+        return dpl_fail(DPL_EFORMAT, "\"rope_parameters\" is not an object");
     const json_t *scaling = new_form ? nested : json_object_get(object, "rope_scaling");
     dpl_rope_config *r = &c->rope;
     DPL_TRY(get_number(new_form ? nested : object, "rope_theta", 10000.0, &r->theta));
+    double partial;
+    DPL_TRY(get_number(new_form ? nested : object, "partial_rotary_factor", 1.0, &partial));
+    if (partial != 1)
+        return dpl_fail(DPL_ENOSUP, "\"partial_rotary_factor\" is %g, only 1 is supported",
+                        partial);
     r->yarn = false;
     if (!scaling || json_is_null(scaling)) return DPL_OK;
     if (!json_is_object(scaling)) return dpl_fail(DPL_EFORMAT, "\"rope_scaling\" is not an object");
@@ -179,8 +223,10 @@ static dpl_status read_rope(const json_t *object, dpl_model_config *c)
     DPL_TRY(get_number(scaling, "mscale", 0.0, &r->mscale));
     DPL_TRY(get_number(scaling, "mscale_all_dim", 0.0, &r->mscale_all_dim));
     DPL_TRY(get_number(scaling, "attention_factor", 0.0, &r->attention_factor));
-    DPL_TRY(get_number(scaling, "original_max_position_embeddings", (double)c->max_positions,
-                       &r->original_positions));
+    size_t original;
+    DPL_TRY(
+        get_size(scaling, "original_max_position_embeddings", (double)c->max_positions, &original));
+    r->original_positions = (double)original;
     return get_bool(scaling, "truncate", true, &r->truncate);
 }
 
@@ -206,7 +252,7 @@ static dpl_status read_experts(const json_t *o, dpl_model_config *c)
     return get_number(o, "routed_scaling_factor", 1.0, &c->routed_scale);
 }
 
-dpl_status dpl_model_config_from_json(const json_t *o, dpl_model_config *config_out)
+static dpl_status read_fields(const json_t *o, dpl_model_config *config_out)
 {
     dpl_model_config c;
     dpl_model_config_init(&c);
@@ -246,9 +292,27 @@ dpl_status dpl_model_config_from_json(const json_t *o, dpl_model_config *config_
     DPL_TRY(get_bool(o, "rope_interleave", true, &c.rope_interleave));
     DPL_TRY(read_experts(o, &c));
     DPL_TRY(read_rope(o, &c));
+    c.n_dense = DPL_MIN(c.n_dense, c.n_layers);
     DPL_TRY(dpl_model_config_check(&c));
     *config_out = c;
     return DPL_OK;
+}
+
+dpl_status dpl_model_config_from_json(const json_t *o, dpl_model_config *config_out)
+{
+    // What transformers takes where a key is absent; null is a value of its own.
+    json_t *full = json_pack("{s:i, s:i, s:i, s:i, s:i, s:i, s:i, s:i, s:i, s:f}", "q_lora_rank",
+                             1536, "intermediate_size", 18432, "moe_intermediate_size", 2048,
+                             "n_routed_experts", 256, "num_experts_per_tok", 8, "n_shared_experts",
+                             1, "n_group", 8, "topk_group", 4, "first_k_dense_replace", 3,
+                             "routed_scaling_factor", 2.5);
+    if (!full || json_object_update(full, (json_t *)(uintptr_t)o)) {
+        json_decref(full);
+        return dpl_fail(DPL_ENOMEM, "no memory for a model's configuration");
+    }
+    const dpl_status status = read_fields(full, config_out);
+    json_decref(full);
+    return status;
 }
 
 static json_t *rope_to_json(const dpl_rope_config *r)

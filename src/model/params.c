@@ -409,9 +409,8 @@ void dpl_model_init(dpl_model *m, dpl_init_rule rule, double std, uint64_t seed)
 {
     for (size_t i = 0; i < m->params.n; i++) {
         const dpl_param *p = &m->params.list[i];
-        if (p->ones)
-            for (size_t j = 0; j < p->k; j++)
-                m->params.master[p->offset + j] = 1.0f;
+        for (size_t j = 0; p->fan_in == 0 && j < p->k; j++)
+            m->params.master[p->offset + j] = p->ones;
     }
     for (size_t i = 0; i < m->n_disk; i++) {
         const dpl_disk_tensor *t = &m->disk[i];

@@ -86,54 +86,78 @@ static int compare_names(const void *a, const void *b)
 // of a tied model (checked by the caller).
 static bool is_known_extra(const dpl_model *m, const char *name)
 {
-    long layer;
-    if (sscanf(name, "model.layers.%ld.", &layer) == 1 &&
-        layer >= (long)(m->config.n_layers + m->config.n_mtp))
-        return true;
-    const char *tail = strstr(name, "rotary_emb.inv_freq");
-    return (tail && tail[19] == '\0') || (m->config.tied && strcmp(name, "lm_head.weight") == 0);
+    static const char layers[] = "model.layers.", rotary[] = "rotary_emb.inv_freq";
+    const size_t n = strlen(name), n_rotary = sizeof rotary - 1;
+    if (strncmp(name, layers, sizeof layers - 1) == 0 && name[sizeof layers - 1] >= '0' &&
+        name[sizeof layers - 1] <= '9') {
+        char *end;
+        const unsigned long long layer = strtoull(name + sizeof layers - 1, &end, 10);
+        if (*end == '.' && layer >= m->config.n_layers + m->config.n_mtp) return true;
+    }
+    return (n >= n_rotary && strcmp(name + n - n_rotary, rotary) == 0) ||
+           (m->config.tied && strcmp(name, "lm_head.weight") == 0);
 }
 
-static dpl_status refuse_unknown(const dpl_model *m, const dpl_shards *shards)
+typedef struct name_list { // the first few names, and how many there are
+    size_t n, used;
+    char text[320];
+} name_list;
+
+static void list_name(name_list *list, const char *name)
+{
+    const size_t room = sizeof list->text - list->used;
+    const int more = snprintf(list->text + list->used, room, "%s\"%s\"", list->n ? ", " : "", name);
+    if (more > 0 && (size_t)more < room)
+        list->used += (size_t)more;
+    else
+        list->text[list->used] = '\0';
+    list->n++;
+}
+
+static void list_unknown(const dpl_model *m, const dpl_shards *shards,
+                         const dpl_disk_tensor **sorted, name_list *unknown)
+{
+    size_t n_ignored = 0;
+    for (size_t i = 0; i < dpl_shards_count(shards); i++) {
+        dpl_disk_tensor key;
+        const dpl_disk_tensor *key_p = &key;
+        const char *name = dpl_shards_at(shards, i, NULL)->name;
+        snprintf(key.name, sizeof key.name, "%s", name);
+        if (strlen(name) < sizeof key.name &&
+            bsearch(&key_p, sorted, m->n_disk, sizeof *sorted, compare_names))
+            continue;
+        if (is_known_extra(m, name))
+            n_ignored++;
+        else
+            list_name(unknown, name);
+    }
+    if (n_ignored) dpl_log("%zu tensors beyond this model's layers were left unread", n_ignored);
+}
+
+// The names in the files are those of the model. Both kinds of deviation stand in one message: a renamed tensor is one
+// of each.
+static dpl_status check_names(const dpl_model *m, const dpl_shards *shards, const char *dir)
 {
     const dpl_disk_tensor **sorted = dpl_alloc_array(m->n_disk, sizeof(dpl_disk_tensor *));
     if (!sorted) return dpl_fail(DPL_ENOMEM, "no memory to check %zu tensor names", m->n_disk);
-    for (size_t i = 0; i < m->n_disk; i++)
-        sorted[i] = &m->disk[i];
-    qsort(sorted, m->n_disk, sizeof *sorted, compare_names);
-    dpl_status status = DPL_OK;
-    size_t n_ignored = 0;
-    for (size_t i = 0; i < dpl_shards_count(shards) && status == DPL_OK; i++) {
-        const char *file;
-        dpl_disk_tensor key;
-        const dpl_disk_tensor *key_p = &key;
-        const dpl_st_tensor *t = dpl_shards_at(shards, i, &file);
-        snprintf(key.name, sizeof key.name, "%s", t->name);
-        if (strlen(t->name) < sizeof key.name &&
-            bsearch(&key_p, sorted, m->n_disk, sizeof *sorted, compare_names))
-            continue;
-        if (is_known_extra(m, t->name))
-            n_ignored++;
-        else
-            status = dpl_fail(DPL_EFORMAT, "%s: tensor \"%s\" is not one of this model's", file,
-                              t->name);
-    }
-    dpl_free(sorted);
-    if (n_ignored) dpl_log("%zu tensors beyond this model's layers were left unread", n_ignored);
-    return status;
-}
-
-static dpl_status refuse_missing(const dpl_model *m, const dpl_shards *shards, const char *dir)
-{
-    size_t n_missing = 0;
-    const char *first = NULL;
+    name_list missing = {0}, unknown = {0};
     for (size_t i = 0; i < m->n_disk; i++) {
-        if (m->disk[i].copy_of_shared || dpl_shards_find(shards, m->disk[i].name, NULL)) continue;
-        if (n_missing++ == 0) first = m->disk[i].name;
+        sorted[i] = &m->disk[i];
+        if (!m->disk[i].copy_of_shared && !dpl_shards_find(shards, m->disk[i].name, NULL))
+            list_name(&missing, m->disk[i].name);
     }
-    if (n_missing == 0) return DPL_OK;
-    return dpl_fail(DPL_EFORMAT, "%s: %zu tensors are missing, the first is \"%s\"", dir, n_missing,
-                    first);
+    qsort(sorted, m->n_disk, sizeof *sorted, compare_names);
+    list_unknown(m, shards, sorted, &unknown);
+    dpl_free(sorted);
+    if (missing.n == 0 && unknown.n == 0) return DPL_OK;
+    if (unknown.n == 0)
+        return dpl_fail(DPL_EFORMAT, "%s: %zu tensors are missing: %s", dir, missing.n,
+                        missing.text);
+    if (missing.n == 0)
+        return dpl_fail(DPL_EFORMAT, "%s: %zu tensors are not this model's: %s", dir, unknown.n,
+                        unknown.text);
+    return dpl_fail(DPL_EFORMAT, "%s: %zu tensors are missing: %s; %zu are not this model's: %s",
+                    dir, missing.n, missing.text, unknown.n, unknown.text);
 }
 
 static dpl_status check_tied_head(dpl_model *m, const dpl_shards *shards, float *values,
@@ -157,8 +181,7 @@ dpl_status dpl_model_load(dpl_model *m, const char *dir)
     dpl_status status = values && other
                             ? DPL_OK
                             : dpl_fail(DPL_ENOMEM, "no memory to read tensors of %zu elements", n);
-    if (status == DPL_OK) status = refuse_missing(m, shards, dir);
-    if (status == DPL_OK) status = refuse_unknown(m, shards);
+    if (status == DPL_OK) status = check_names(m, shards, dir);
     for (int copies = 0; copies < 2 && status == DPL_OK;
          copies++) { // copies last: their originals must be there
         for (size_t i = 0; i < m->n_disk && status == DPL_OK; i++) {
