@@ -318,12 +318,12 @@ static void calls_are_checked(void **state)
             DPL_EINVAL, "workspace at");
     REFUSED(dpl_layer_forward(layer, l->x, 0, INT32_MAX, NULL, u.ws, u.ws_bytes, l->y, 0, NULL),
             DPL_EINVAL, "expected at most");
-    l->x[7 * d] = NAN;
-    memcpy(l->x_in, l->x, t * d * sizeof *l->x);
+    // A pass that fails leaves nothing of the one before in the workspace to go back from.
+    assert_int_equal(forward(&u), DPL_OK);
+    ((float *)l->x_in)[7 * d] = NAN;
     REFUSED(forward(&u), DPL_ENUMERIC, "token 7");
     REFUSED(backward(&u), DPL_EINVAL, "no finished forward pass");
-    l->x[7 * d] = 0;
-    memcpy(l->x_in, l->x, t * d * sizeof *l->x);
+    ((float *)l->x_in)[7 * d] = 0;
     assert_int_equal(forward(&u), DPL_OK);
     REFUSED(dpl_layer_backward(layer, l->x, 0, u.ws, l->dy, 1, l->dx, 0), DPL_EINVAL,
             "row distance of dy");
@@ -374,6 +374,109 @@ static void configurations_are_checked(void **state)
     dpl_ctx_close(&ctx);
 }
 
+// One dtype of tokens and weights, row-major and packed weights: y and dx; they must agree to the bit.
+static void multiply(dpl_ctx *ctx, const dpl_gemm_grouped *g, const void *x, const void *dy,
+                     const float *w, void *y, void *dx)
+{
+    const size_t ws_bytes = dpl_gemm_workspace_bytes(g);
+    const size_t y_bytes = g->n_rows * g->n * dpl_dtype_bytes(g->tokens);
+    const size_t x_bytes = g->n_rows * g->k * dpl_dtype_bytes(g->tokens);
+    uint8_t *ws = dpl_alloc(ws_bytes + CANARY),
+            *packed = dpl_alloc(dpl_gemm_packed_bytes(g) + CANARY);
+    uint8_t *again = dpl_alloc(DPL_MAX(x_bytes, y_bytes));
+    memset(ws, 0xff, ws_bytes + CANARY);
+    memset(packed, 0xff, dpl_gemm_packed_bytes(g) + CANARY);
+    dpl_gemm_grouped with_packed = *g;
+    with_packed.packed = true;
+    assert_int_equal(dpl_gemm_pack(ctx, g, w, ws, ws_bytes, packed), DPL_OK);
+    assert_int_equal(dpl_gemm_grouped_forward(ctx, g, x, w, ws, ws_bytes, y), DPL_OK);
+    assert_int_equal(dpl_gemm_grouped_forward(ctx, &with_packed, x, packed, NULL, 0, again),
+                     DPL_OK);
+    assert_memory_equal(y, again, y_bytes);
+    assert_int_equal(dpl_gemm_grouped_dgrad(ctx, g, dy, w, ws, ws_bytes, dx), DPL_OK);
+    assert_int_equal(dpl_gemm_grouped_dgrad(ctx, &with_packed, dy, packed, NULL, 0, again), DPL_OK);
+    assert_memory_equal(dx, again, x_bytes);
+    assert_int_equal(dpl_gemm_grouped_forward(ctx, g, x, w, ws, ws_bytes - 1, y), DPL_ENOSPC);
+    assert_int_equal(dpl_gemm_grouped_forward(ctx, &with_packed, x, packed + 4, NULL, 0, y),
+                     DPL_EINVAL);
+    for (size_t i = 0; i < CANARY; i++)
+        assert_true(ws[ws_bytes + i] == 0xff && packed[dpl_gemm_packed_bytes(g) + i] == 0xff);
+    dpl_free(ws);
+    dpl_free(packed);
+    dpl_free(again);
+}
+
+static void to_bf16(const float *x, size_t n, uint16_t *y, float *exact)
+{
+    for (size_t i = 0; i < n; i++) {
+        y[i] = dpl_f32_to_bf16(x[i]);
+        exact[i] = dpl_bf16_to_f32(y[i]);
+    }
+}
+
+// bf16 tokens and weights give what fp32 gives from the rounded operands, rounded; weights are rounded
+// by the pack, from fp32.
+static void bf16_products_round_operands_and_result(void **state)
+{
+    (void)state;
+    enum { E = 3, N = 37, D = 41, T = 29 };
+    static const int64_t offsets[E + 1] = {0, 11, 11, T};
+    static float w[E * N * D], w_exact[E * N * D], x[T * D], dy[T * N], y[T * N], dx[T * D];
+    static float dw[2][E * N * D];
+    static uint16_t w16[E * N * D], x16[T * D], dy16[T * N], y16[T * N], dx16[T * D];
+    dpl_ctx *ctx = lab_ctx(2, false, NULL);
+    for (size_t i = 0; i < E * N * D; i++)
+        w[i] = (float)dpl_rng_normal(5, 1, i);
+    for (size_t i = 0; i < T * D; i++)
+        x[i] = (float)dpl_rng_normal(5, 2, i);
+    for (size_t i = 0; i < T * N; i++)
+        dy[i] = (float)dpl_rng_normal(5, 3, i);
+    to_bf16(w, E * N * D, w16, w_exact);
+    to_bf16(x, T * D, x16, x);
+    to_bf16(dy, T * N, dy16, dy);
+    dpl_gemm_grouped g = {.n_groups = E, .n = N, .k = D, .offsets = offsets, .n_rows = T};
+    multiply(ctx, &g, x, dy, w_exact, y, dx);
+    g.tokens = g.weights = DPL_BF16;
+    multiply(ctx, &g, x16, dy16, w, y16, dx16);
+    for (size_t i = 0; i < T * N; i++)
+        assert_true(fabsf(dpl_bf16_to_f32(y16[i]) - y[i]) <= 0x1p-8f * fabsf(y[i]) + 1e-5f);
+    for (size_t i = 0; i < T * D; i++)
+        assert_true(fabsf(dpl_bf16_to_f32(dx16[i]) - dx[i]) <= 0x1p-8f * fabsf(dx[i]) + 1e-5f);
+    // The weight gradient is fp32, accumulates, and does not see the tokens' storage.
+    const size_t ws_bytes = dpl_gemm_workspace_bytes(&g);
+    float *ws = dpl_alloc(ws_bytes);
+    for (int again = 0; again < 2; again++)
+        assert_int_equal(dpl_gemm_grouped_wgrad(ctx, &g, dy16, x16, ws, ws_bytes, dw[0]), DPL_OK);
+    g.tokens = g.weights = DPL_F32;
+    assert_int_equal(dpl_gemm_grouped_wgrad(ctx, &g, dy, x, ws, ws_bytes, dw[1]), DPL_OK);
+    for (size_t i = 0; i < E * N * D; i++)
+        assert_true(fabsf(dw[0][i] - 2 * dw[1][i]) <= 1e-5f * (1 + fabsf(dw[0][i])));
+    assert_true(dw[1][0] != 0 && dw[1][N * D] == 0);
+    dpl_free(ws);
+    dpl_ctx_close(&ctx);
+}
+
+// The gradient of routing against the oracle is part of the layer's; here: what the public call refuses.
+static void router_backward_checks_its_ids(void **state)
+{
+    (void)state;
+    dpl_ctx *ctx = lab_ctx(1, false, NULL);
+    const dpl_route_rule rule = lab_sigmoid(4, 2);
+    const float score[4] = {0.5f, 0.25f, 0.125f, 0.75f}, dweights[2] = {1, 2};
+    float dlogits[4];
+    const int32_t good[] = {3, 0}, bad[] = {3, 4}, twice[] = {1, 1};
+    assert_int_equal(dpl_router_route_backward(ctx, &rule, 1, score, good, dweights, dlogits),
+                     DPL_OK);
+    // Weights 2.5 * s / (s0 + s3), s' = s (1 - s): the first only moves against the other.
+    const float sum = 1.25f, d = 2.5f * (2 * 0.75f - 1 * 0.75f) / (sum * sum);
+    assert_true(fabsf(dlogits[0] - d * 0.25f) < 1e-6f && dlogits[1] == 0 && dlogits[2] == 0);
+    REFUSED(dpl_router_route_backward(ctx, &rule, 1, score, bad, dweights, dlogits), DPL_EINVAL,
+            "expert id 4");
+    REFUSED(dpl_router_route_backward(ctx, &rule, 1, score, twice, dweights, dlogits), DPL_EINVAL,
+            "expert id 1 twice");
+    dpl_ctx_close(&ctx);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -384,6 +487,8 @@ int main(void)
         cmocka_unit_test(any_number_of_tokens_in_any_order),
         cmocka_unit_test(calls_are_checked),
         cmocka_unit_test(configurations_are_checked),
+        cmocka_unit_test(bf16_products_round_operands_and_result),
+        cmocka_unit_test(router_backward_checks_its_ids),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
