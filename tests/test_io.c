@@ -4,6 +4,7 @@
  * Every write, sync and rename is made to fail once, and a writer is killed at random moments:
  * what is found under the final name afterwards must be whole, old or new.
  */
+#include <fcntl.h>
 #include <limits.h>
 #include <locale.h>
 #include <math.h>
@@ -291,24 +292,33 @@ static void killed_saves(void **state)
     print_message("seed %u\n", seed);
     srand(seed);
     int last = 0, n_moves = 0;
-    for (int i = 0; i < 25; i++) {
+    for (int i = 0; i < 15; i++) {
+        int saved[2]; // The child tells of each save, since a disk may be slow.
+        assert_int_equal(pipe2(saved, O_NONBLOCK), 0);
         const pid_t child = fork();
         if (child == 0)
             for (int generation = last + 1;; generation++)
-                if (save(path, generation) != DPL_OK) _exit(1);
-        const double end = dpl_now() + 0.002 + 1e-5 * (rand() % 2000);
-        while (dpl_now() < end)
+                if (save(path, generation) != DPL_OK || write(saved[1], "x", 1) != 1) _exit(1);
+        const double end = dpl_now() + 1e-5 * (rand() % 2000);
+        const double limit = end + 60;
+        for (int n_saved = 0; n_saved < i % 3 || dpl_now() < end;) {
             assert_true(dpl_path_exists(path)); // never a moment without one
+            assert_true(dpl_now() < limit);
+            char byte;
+            n_saved += read(saved[0], &byte, 1) == 1;
+        }
         assert_int_equal(kill(child, SIGKILL), 0);
         int status;
         assert_int_equal(waitpid(child, &status, 0), child);
         assert_true(WIFSIGNALED(status));
+        close(saved[0]);
+        close(saved[1]);
         const int generation = loaded(path);
-        assert_true(generation >= last);
+        assert_true(generation >= last + i % 3);
         n_moves += generation > last;
         last = generation;
     }
-    assert_true(n_moves > 0);
+    assert_true(n_moves >= 10);
     check_ok(save(path, last + 1));
     assert_int_equal(scratch_count(scratch_path("kill")), 1);
 }
