@@ -17,7 +17,7 @@ static const cli_option options[] = {
                 "what to continue, its bytes are tokens; -: from stdin; default: a line end"},
     [PROMPT_IDS] = {"--prompt-ids", "I,J,...",
                     "token ids instead; the answer is then printed as ids"},
-    [TOKENS] = {"--tokens", "N", "tokens to generate (default 200)"},
+    [TOKENS] = {"--tokens", "N", "tokens to generate (default 200, or what fits)"},
     [TEMPERATURE] = {"--temperature", "X", "0: always the likeliest token (default 1)"},
     [TOP_P] = {"--top-p", "P",
                "draw from the likeliest tokens with this probability together (default 1)"},
@@ -116,6 +116,8 @@ static int generate(const cli_args *args, dpl_model *model, const prompt *p, siz
                 info.vocab);
         return CLI_FAILURE;
     }
+    if (!args->option[TOKENS] && p->n < info.positions_max && n_tokens > info.positions_max - p->n)
+        n_tokens = info.positions_max - p->n;
     if (n_tokens > info.positions_max || p->n > info.positions_max - n_tokens)
         return cli_usage(args->command,
                          "a prompt of %zu and --tokens %zu are more than the model's %zu positions",

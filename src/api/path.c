@@ -32,7 +32,9 @@ dpl_status dpl_api_resolve(const char *path, char *dir_out, char *run_out)
     char dir[PATH_MAX];
     if (!path || !*path) return dpl_fail(DPL_EINVAL, "the path of the model is empty");
     if (!dpl_path_exists(path)) return dpl_fail(DPL_EIO, "cannot find the model %s: %m", path);
-    DPL_TRY(dpl_checkpoint_resolve(path, dir));
+    const dpl_status status = dpl_checkpoint_resolve(path, dir);
+    // The argument is in order; what should be there is missing.
+    if (status != DPL_OK) return status == DPL_EINVAL ? DPL_EIO : status;
     if (!has_file(dir, "config.json"))
         return dpl_fail(
             DPL_EIO,
