@@ -11,7 +11,7 @@
 
 #include "cpu/row_io.h"
 
-#define KEY_BLOCK   128 // keys of a block of scores: a multiple of DPL_PANEL
+#define KEY_BLOCK   256 // keys of a block of scores: a multiple of DPL_PANEL
 #define HIDDEN      16  // the seen part of a row of scores is filled up to a multiple of this
 #define BLOCK_ROWS  64  // about as many queries share a block of keys while it is in cache
 #define TASK_BLOCKS 8   // forward: query blocks that share one packing of the keys
