@@ -135,8 +135,8 @@ static void what_is_written_reads_back(void **state)
         "{'tie_word_embeddings': true, 'attention_bias': true, 'rope_interleave': false}",
         "{'scoring_func': 'softmax', 'norm_topk_prob': false, 'n_group': 1, 'topk_group': 1}",
         "{'n_routed_experts': 0, 'first_k_dense_replace': 3, 'num_nextn_predict_layers': 0}",
-        "{'rope_scaling': {'rope_type': 'yarn', 'factor': 3.7, 'truncate': false,"
-        " 'attention_factor': 1.25, 'beta_fast': 31.5, 'beta_slow': 0.9}}",
+        ("{'rope_scaling': {'rope_type': 'yarn', 'factor': 3.7, 'truncate': false,"
+         " 'attention_factor': 1.25, 'beta_fast': 31.5, 'beta_slow': 0.9}}"),
         "{'routed_scaling_factor': 0.1, 'rms_norm_eps': 1e-5, 'rope_theta': 50000}"};
     for (size_t i = 0; i < DPL_COUNT(changes); i++) {
         dpl_model_config config;
