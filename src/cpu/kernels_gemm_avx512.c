@@ -74,8 +74,8 @@ static void tile_avx512(size_t m, size_t n, size_t kc, const float *a, const flo
         break;
         ROWS(1)
         ROWS(2)
-        ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12) ROWS(13)
-            ROWS(14)
+        ROWS(3)
+        ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12) ROWS(13) ROWS(14)
 #undef ROWS
     }
 }
@@ -105,13 +105,6 @@ static inline __m512 load16(dpl_gemm_load load, __mmask16 mask, const void *src,
     }
     const __m512 x = _mm512_maskz_loadu_ps(mask, (const float *)src + i);
     return load == DPL_LOAD_F32 ? x : _mm512_castsi512_ps(expand16(round16(x)));
-}
-
-// Asks for element i, which may lie past the end: fetching never faults.
-static inline void fetch(dpl_gemm_load load, const void *src, size_t i)
-{
-    const uintptr_t p = (uintptr_t)src + i * (load == DPL_LOAD_BF16 ? 2 : 4);
-    _mm_prefetch((const char *)p, _MM_HINT_T0);
 }
 
 static inline __m512 pair_lo(__m512 a, __m512 b)
@@ -164,7 +157,6 @@ static inline __attribute__((always_inline)) void pack_rows_as(dpl_gemm_load loa
             {
                 const bool real = i0 + i < m;
                 r[i] = load16(load, real ? in : 0, src, real ? (i0 + i) * ld + l0 : 0);
-                if (real) fetch(load, src, (i0 + i) * ld + l0 + 64);
             }
             transpose16(r);
             float *d = dst + l0 * w + i0;
@@ -196,7 +188,6 @@ static inline __attribute__((always_inline)) void pack_cols_as(dpl_gemm_load loa
     for (size_t i0 = 0; i0 < w; i0 += 16) {
         const __mmask16 out = mask_of(w - i0), in = m > i0 ? mask_of(m - i0) : 0;
         for (size_t l = 0; l < kc; ++l) {
-            fetch(load, src, (l + 16) * ld + i0);
             _mm512_mask_storeu_ps(dst + l * w + i0, out, load16(load, in, src, l * ld + i0));
         }
     }

@@ -1,0 +1,44 @@
+/*
+ * bench.h - `dropless bench KIND key=value ... [--json]`: what ran, its median, the limit that this
+ * machine sets (measured in the same run), and the fraction reached.
+ *
+ * Each kind is one function in a table (bench.c); it takes its arguments from dpl_bench_args,
+ * which remembers what was asked for, so that an unknown key is found without a second list.
+ */
+#ifndef DPL_BENCH_H
+#define DPL_BENCH_H
+
+#include "cpu/ops.h"
+
+// Arguments after "bench"; argv[0] is the kind. Returns the exit status: 0, 1 or 2 (usage).
+int dpl_bench_main(int argc, char **argv);
+
+typedef struct dpl_bench_args {
+    int argc;
+    char **argv; // key=value each, or a word without "="
+    bool json, bad;
+    uint64_t used; // bit i: argv[i] was asked for
+} dpl_bench_args;
+
+// The value of `key`, or `otherwise`. A number that is not one sets args->bad.
+const char *dpl_bench_text(dpl_bench_args *args, const char *key, const char *otherwise);
+size_t dpl_bench_size(dpl_bench_args *args, const char *key, size_t otherwise);
+const char *dpl_bench_word(dpl_bench_args *args); // the next argument without "=", or NULL
+// False, and says so, if an argument was bad or is left over. Call after asking for all of them.
+bool dpl_bench_args_done(dpl_bench_args *args);
+
+// What all threads of a context can do together.
+typedef struct dpl_bench_limits {
+    double flops;                // fp32 multiply and add, a second
+    double read_bytes, rw_bytes; // a second, of memory that no cache holds; rw counts both ways
+} dpl_bench_limits;
+dpl_status dpl_bench_machine(dpl_ctx *ctx, size_t test_bytes, dpl_bench_limits *limits_out);
+
+// Runs fn(arg) once to warm up and then `runs` times; returns the median in seconds.
+double dpl_bench_median(size_t runs, void (*fn)(void *arg), void *arg);
+
+// The kinds: arguments in, exit status out.
+int dpl_bench_run_machine(dpl_bench_args *args);
+int dpl_bench_run_gemm(dpl_bench_args *args);
+
+#endif

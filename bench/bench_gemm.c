@@ -1,0 +1,256 @@
+/*
+ * bench_gemm.c - `bench machine`: what the machine can do; `bench gemm`: how much of that the
+ * grouped GEMM reaches.
+ *
+ * The limit of a product is max(operations / peak, bytes / bandwidth), where the bytes are those of
+ * every operand and result once. Data that fit in the caches can do better than that limit.
+ */
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "bench.h"
+#include "cpu/kernels.h"
+
+#define CHUNK_BYTES ((size_t)1 << 20)
+#define MEMORY_RUNS 7   // the best of so many is the machine's limit
+#define PEAK_TASKS  500 // a thread
+
+/* ---- machine --------------------------------------------------------------------------------- */
+
+typedef struct peak_run {
+    const dpl_gemm_kernels *k;
+    double *best; // (n_threads), operations a second
+} peak_run;
+
+// Long enough to time, short enough to be rarely interrupted by another process.
+static void peak_task(void *arg, size_t i_task, int i_thread)
+{
+    const peak_run *run = arg;
+    float sink[34];
+    (void)i_task;
+    for (size_t i = 0; i < DPL_COUNT(sink); ++i)
+        sink[i] = 0.5f;
+    const double start = dpl_now(), done = run->k->peak_fma(20000, sink);
+    run->best[i_thread] = DPL_MAX(run->best[i_thread], done / (dpl_now() - start));
+}
+
+// The sum of each thread's best while all of them work. A thread that got nothing to do counts as
+// the best of the others.
+static double measure_peak(dpl_ctx *ctx)
+{
+    const int n_threads = dpl_pool_threads(ctx->pool);
+    double sum = 0, best = 0;
+    peak_run run = {&ctx->kernels->gemm, dpl_alloc_array((size_t)n_threads, sizeof(double))};
+    if (!run.best) return 0;
+    dpl_pool_run(ctx->pool, PEAK_TASKS * (size_t)n_threads, peak_task, &run);
+    for (int i = 0; i < n_threads; ++i)
+        best = DPL_MAX(best, run.best[i]);
+    for (int i = 0; i < n_threads; ++i)
+        sum += run.best[i] > 0 ? run.best[i] : best;
+    dpl_free(run.best);
+    return sum;
+}
+
+typedef struct memory_run {
+    uint64_t *data;
+    size_t n_chunks;
+    bool write;
+    uint64_t *sums; // (n_chunks), so that the reads are not optimized away
+} memory_run;
+
+static void memory_task(void *arg, size_t i_task, int i_thread)
+{
+    const memory_run *run = arg;
+    const size_t n = CHUNK_BYTES / sizeof *run->data;
+    uint64_t *x = run->data + i_task * n, sum[8] = {0};
+    (void)i_thread;
+    for (size_t i = 0; i < n; i += 8) {
+        for (size_t j = 0; j < 8; ++j) {
+            if (run->write)
+                x[i + j] += 1;
+            else
+                sum[j] += x[i + j];
+        }
+    }
+    for (size_t j = 0; j < 8; ++j)
+        run->sums[i_task] += sum[j];
+}
+
+static double measure_memory(dpl_ctx *ctx, memory_run *run, bool write)
+{
+    double best = 0;
+    run->write = write;
+    for (int i = 0; i < MEMORY_RUNS; ++i) {
+        const double start = dpl_now();
+        dpl_pool_run(ctx->pool, run->n_chunks, memory_task, run);
+        best = DPL_MAX(best, (double)(run->n_chunks * CHUNK_BYTES) / (dpl_now() - start));
+    }
+    return write ? 2 * best : best;
+}
+
+dpl_status dpl_bench_machine(dpl_ctx *ctx, size_t test_bytes, dpl_bench_limits *limits_out)
+{
+    memory_run run = {.n_chunks = DPL_MAX(test_bytes / CHUNK_BYTES, (size_t)1)};
+    run.data = dpl_alloc(run.n_chunks * CHUNK_BYTES);
+    run.sums = dpl_alloc_array(run.n_chunks, sizeof *run.sums);
+    dpl_status status = DPL_OK;
+    limits_out->flops = measure_peak(ctx);
+    if (run.data && run.sums && limits_out->flops > 0) {
+        // Writing comes first: memory that was never written is one page of zeros.
+        limits_out->rw_bytes = measure_memory(ctx, &run, true);
+        limits_out->read_bytes = measure_memory(ctx, &run, false);
+    } else {
+        status = dpl_fail(DPL_ENOMEM, "bench machine: no memory for %zu MiB of test data",
+                          test_bytes >> 20);
+    }
+    dpl_free(run.data);
+    dpl_free(run.sums);
+    return status;
+}
+
+static int failed(dpl_ctx *ctx)
+{
+    fprintf(stderr, "%s\n", dpl_error_message());
+    dpl_ctx_close(&ctx);
+    return 1;
+}
+
+int dpl_bench_run_machine(dpl_bench_args *args)
+{
+    const int threads = (int)dpl_bench_size(args, "threads", 0);
+    const size_t test_bytes = dpl_bench_size(args, "mbytes", 512) << 20;
+    if (!dpl_bench_args_done(args)) return 2;
+    dpl_ctx *ctx = NULL;
+    dpl_bench_limits limits;
+    if (dpl_ctx_create(threads, false, 0, &ctx) != DPL_OK) return failed(ctx);
+    if (dpl_bench_machine(ctx, test_bytes, &limits) != DPL_OK) return failed(ctx);
+    printf(args->json ? "{\"bench\":\"machine\",\"threads\":%d,\"level\":\"%s\",\"gflops\":%.1f,"
+                        "\"read_gbs\":%.2f,\"read_write_gbs\":%.2f}\n"
+                      : "machine  %d threads, %s: %.1f GFLOPS fp32, read %.2f GB/s, "
+                        "read+write %.2f GB/s\n",
+           dpl_pool_threads(ctx->pool), dpl_cpu_level_name(ctx->level), limits.flops * 1e-9,
+           limits.read_bytes * 1e-9, limits.rw_bytes * 1e-9);
+    dpl_ctx_close(&ctx);
+    return 0;
+}
+
+/* ---- gemm ------------------------------------------------------------------------------------ */
+
+static const char *const op_names[] = {"forward", "dgrad", "wgrad"};
+
+typedef struct gemm_bench {
+    dpl_ctx *ctx;
+    int op; // index of op_names
+    size_t n_experts, rows, n, k;
+    dpl_dtype dtype;
+    dpl_mat x, y;
+    dpl_weight w;
+    dpl_groups groups;
+    float *dw;
+} gemm_bench;
+
+static void run_op(void *arg)
+{
+    const gemm_bench *b = arg;
+    if (b->op == 0) dpl_gemm_forward(b->ctx, b->x, &b->w, b->groups, b->y);
+    if (b->op == 1) dpl_gemm_dgrad(b->ctx, b->y, &b->w, b->groups, b->x, false);
+    if (b->op == 2) dpl_gemm_wgrad(b->ctx, b->y, b->x, b->groups, b->n, b->k, b->dtype, b->dw);
+    dpl_ctx_wait(b->ctx);
+}
+
+// Small numbers, so that no result overflows in any number of runs.
+static void *numbers(size_t n, dpl_dtype dtype)
+{
+    void *p = dpl_alloc_array(n, dpl_dtype_bytes(dtype));
+    for (size_t i = 0; p && i < n; ++i) {
+        const float value = (float)(i * 2654435761u % 1024) * 0x1p-20f - 0x1p-11f;
+        if (dtype == DPL_F32)
+            ((float *)p)[i] = value;
+        else
+            ((uint16_t *)p)[i] = dpl_f32_to_bf16(value);
+    }
+    return p;
+}
+
+static void report(const gemm_bench *b, const dpl_bench_limits *limits, double seconds, bool json)
+{
+    const double rows = (double)(b->n_experts * b->rows),
+                 weights = (double)(b->n_experts * b->n * b->k);
+    const double elem = (double)dpl_dtype_bytes(b->dtype);
+    const double flops = 2 * rows * (double)b->n * (double)b->k;
+    const double in = b->op == 0 ? rows * (double)b->k : rows * (double)b->n;
+    const double out = b->op == 0 ? rows * (double)b->n : rows * (double)b->k;
+    const double bytes = b->op == 2 ? (in + out) * elem + weights * 8 : (in + out + weights) * elem;
+    const double bytes_s = b->op == 2 ? (in + out) * elem / limits->read_bytes +
+                                            weights * 8 / limits->rw_bytes
+                                      : bytes / limits->read_bytes;
+    const double flops_s = flops / limits->flops, limit_s = DPL_MAX(flops_s, bytes_s);
+    printf(
+        json
+            ? "{\"bench\":\"gemm\",\"op\":\"%s\",\"dtype\":\"%s\",\"experts\":%zu,\"rows\":%zu,"
+              "\"k\":%zu,\"n\":%zu,\"threads\":%d,\"kernel\":\"%s\",\"median_us\":%.1f,"
+              "\"gflops\":%.1f,\"gbs\":%.2f,\"limit\":\"%s\",\"limit_us\":%.1f,\"fraction\":%.3f}\n"
+            : "gemm %-8s %-4s experts=%zu rows=%zu k=%zu n=%zu, %d threads, %s: %.1f us, "
+              "%.1f GFLOPS, %.2f GB/s; limit (%s) %.1f us, reached %.3f\n",
+        op_names[b->op], b->dtype == DPL_F32 ? "f32" : "bf16", b->n_experts, b->rows, b->k, b->n,
+        dpl_pool_threads(b->ctx->pool), b->ctx->kernels->gemm.name, seconds * 1e6,
+        flops / seconds * 1e-9, bytes / seconds * 1e-9, flops_s >= bytes_s ? "flops" : "bytes",
+        limit_s * 1e6, limit_s / seconds);
+    fflush(stdout);
+}
+
+// Operands for all three operations, sized by the caller's n_experts, rows, n and k.
+static dpl_status make_operands(gemm_bench *b, int64_t **offsets_out)
+{
+    const size_t n_rows = b->n_experts * b->rows,
+                 n_weights = b->n_experts * dpl_panel_elems(b->n, b->k);
+    int64_t *offsets = dpl_alloc_array(b->n_experts + 1, sizeof *offsets);
+    b->x = (dpl_mat){numbers(n_rows * b->k, b->dtype), b->k, b->dtype};
+    b->y = (dpl_mat){numbers(n_rows * b->n, b->dtype), b->n, b->dtype};
+    b->w = (dpl_weight){numbers(n_weights, b->dtype), b->dtype, b->n_experts, b->n, b->k};
+    b->dw = dpl_alloc_array(n_weights, sizeof *b->dw);
+    *offsets_out = offsets;
+    if (!offsets || !b->x.p || !b->y.p || !b->w.p || !b->dw)
+        return dpl_fail(DPL_ENOMEM, "bench gemm: no memory for the operands");
+    for (size_t g = 0; g <= b->n_experts; ++g)
+        offsets[g] = (int64_t)(g * b->rows);
+    b->groups = (dpl_groups){b->n_experts, n_rows, offsets};
+    return DPL_OK;
+}
+
+int dpl_bench_run_gemm(dpl_bench_args *args)
+{
+    const char *op = dpl_bench_text(args, "op", "all"),
+               *dtype = dpl_bench_text(args, "dtype", "f32");
+    gemm_bench b = {.n_experts = dpl_bench_size(args, "experts", 8),
+                    .rows = dpl_bench_size(args, "rows", 256),
+                    .k = dpl_bench_size(args, "k", 2048),
+                    .n = dpl_bench_size(args, "n", 1408)};
+    const int threads = (int)dpl_bench_size(args, "threads", 0);
+    const size_t runs = dpl_bench_size(args, "runs", 9);
+    bool known = strcmp(op, "all") == 0;
+    for (size_t i = 0; i < DPL_COUNT(op_names); ++i)
+        known |= strcmp(op, op_names[i]) == 0;
+    b.dtype = strcmp(dtype, "bf16") == 0 ? DPL_BF16 : DPL_F32;
+    if (!dpl_bench_args_done(args)) return 2;
+    if (!known || (b.dtype == DPL_F32 && strcmp(dtype, "f32") != 0) || !b.n_experts || !b.n ||
+        !b.k) {
+        fputs("bench gemm: expected op=forward|dgrad|wgrad|all dtype=f32|bf16, sizes above 0\n",
+              stderr);
+        return 2;
+    }
+    dpl_bench_limits limits;
+    int64_t *offsets = NULL;
+    dpl_status status = dpl_ctx_create(threads, false, 0, &b.ctx);
+    if (status == DPL_OK) status = dpl_bench_machine(b.ctx, (size_t)512 << 20, &limits);
+    if (status == DPL_OK) status = make_operands(&b, &offsets);
+    for (b.op = 0; status == DPL_OK && b.op < (int)DPL_COUNT(op_names); ++b.op) {
+        if (strcmp(op, "all") != 0 && strcmp(op, op_names[b.op]) != 0) continue;
+        report(&b, &limits, dpl_bench_median(runs, run_op, &b), args->json);
+    }
+    dpl_free(b.x.p), dpl_free(b.y.p), dpl_free((void *)(uintptr_t)b.w.p);
+    dpl_free(b.dw), dpl_free(offsets);
+    if (status != DPL_OK) return failed(b.ctx);
+    dpl_ctx_close(&b.ctx);
+    return 0;
+}
