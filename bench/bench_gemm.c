@@ -94,11 +94,12 @@ dpl_status dpl_bench_machine(dpl_ctx *ctx, size_t test_bytes, dpl_bench_limits *
     run.data = dpl_alloc(run.n_chunks * CHUNK_BYTES);
     run.sums = dpl_alloc_array(run.n_chunks, sizeof *run.sums);
     dpl_status status = DPL_OK;
-    limits_out->flops = measure_peak(ctx);
-    if (run.data && run.sums && limits_out->flops > 0) {
+    dpl_bench_limits found = {.flops = measure_peak(ctx)};
+    if (run.data && run.sums && found.flops > 0) {
         // Writing comes first: memory that was never written is one page of zeros.
-        limits_out->rw_bytes = measure_memory(ctx, &run, true);
-        limits_out->read_bytes = measure_memory(ctx, &run, false);
+        found.rw_bytes = measure_memory(ctx, &run, true);
+        found.read_bytes = measure_memory(ctx, &run, false);
+        *limits_out = found;
     } else {
         status = dpl_fail(DPL_ENOMEM, "bench machine: no memory for %zu MiB of test data",
                           test_bytes >> 20);
