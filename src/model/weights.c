@@ -82,8 +82,7 @@ static int compare_names(const void *a, const void *b)
                   ((const dpl_disk_tensor *const *)b)[0]->name);
 }
 
-// Tensors that public files carry and that are not the model's: layers after the last one, rotary tables, and the head
-// of a tied model (checked by the caller).
+// Tensors that public files carry and that are not the model's: layers after the last one, and rotary tables.
 static bool is_known_extra(const dpl_model *m, const char *name)
 {
     static const char layers[] = "model.layers.", rotary[] = "rotary_emb.inv_freq";
@@ -94,8 +93,7 @@ static bool is_known_extra(const dpl_model *m, const char *name)
         const unsigned long long layer = strtoull(name + sizeof layers - 1, &end, 10);
         if (*end == '.' && layer >= m->config.n_layers + m->config.n_mtp) return true;
     }
-    return (n >= n_rotary && strcmp(name + n - n_rotary, rotary) == 0) ||
-           (m->config.tied && strcmp(name, "lm_head.weight") == 0);
+    return n >= n_rotary && strcmp(name + n - n_rotary, rotary) == 0;
 }
 
 typedef struct name_list { // the first few names, and how many there are
@@ -126,6 +124,7 @@ static void list_unknown(const dpl_model *m, const dpl_shards *shards,
         if (strlen(name) < sizeof key.name &&
             bsearch(&key_p, sorted, m->n_disk, sizeof *sorted, compare_names))
             continue;
+        if (m->config.tied && strcmp(name, "lm_head.weight") == 0) continue; // checked later
         if (is_known_extra(m, name))
             n_ignored++;
         else
