@@ -85,6 +85,10 @@ for command in train eval generate inspect probe; do
     run $command && expect 2 - "dropless $command: .*missing"
     run $command --no-such-option x && expect 2 - "unknown option '--no-such-option'"
 done
+run bench --help && expect 0 'machine' -
+run bench && expect 2 - 'dropless bench KIND'
+run bench no_such_kind && expect 2 - 'gemm'
+run bench gemm experts=2 rows=3 k=64 n=32 runs=1 mbytes=1 && expect 2 - 'mbytes'
 run train --help && expect 0 '^  learning_rate=3e-0?5' -
 run eval x && expect 2 - '--data FILE is missing'
 run eval x --data && expect 2 - '--data needs a value'

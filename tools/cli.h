@@ -63,4 +63,7 @@ bool cli_number(const cli_args *args, size_t option, double missing, double low,
 int cli_open(const cli_args *args, const char *path, dpl_config **config_out, dpl_ctx **ctx_out);
 int cli_open_ctx(const dpl_config *config, dpl_ctx **ctx_out);
 
+// bench/bench.h, linked into the program. argv[0] is the kind of benchmark. Returns an exit code.
+int dpl_bench_main(int argc, char **argv);
+
 #endif
