@@ -452,6 +452,34 @@ static void test_nan_in_padding(void **state)
     }
 }
 
+// A NaN that a query does see is never hidden: rows before it are right, rows after it NaN.
+static void test_nan_is_kept(void **state)
+{
+    (void)state;
+    for (size_t l = 0; l < DPL_COUNT(levels); l++) {
+        dpl_ctx *ctx = open_ctx(levels[l], 2, false);
+        if (!ctx) continue;
+        for (int i = KV; i <= KR; i++) {
+            problem p;
+            problem_open(&p, (shape){1, 300, 1, 8, 4, 6, 0}, DPL_F32);
+            for (size_t r = 256; r < 300; r++)
+                put(p.m[i], r, 0, NAN); // a whole block of keys
+            run(ctx, &p);
+            for (size_t r = 0; r < 300; r++)
+                assert_true(isnan(get(p.m[OUT], r, 0)) == (r >= 256));
+            problem_close(&p);
+        }
+        dpl_ctx_close(&ctx);
+    }
+}
+
+static void test_nothing(void **state)
+{
+    (void)state;
+    check_shape((shape){0, 5, 2, 8, 4, 6, 1}, DPL_F32);
+    check_shape((shape){2, 0, 2, 8, 4, 6, 1}, DPL_F32);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -462,6 +490,8 @@ int main(void)
         cmocka_unit_test(test_deferred),
         cmocka_unit_test(test_row_independence),
         cmocka_unit_test(test_nan_in_padding),
+        cmocka_unit_test(test_nan_is_kept),
+        cmocka_unit_test(test_nothing),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

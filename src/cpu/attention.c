@@ -231,8 +231,8 @@ static bool block_visible(const attn_head *h, size_t q0, size_t q1, size_t k0, s
     return q.low <= q.high && k.low <= k.high && q.low <= k.high && k.low <= q.high;
 }
 
-// Of keys k0..k0+n, `row` sees a prefix, whose length is returned (0 if it sees none); hides those of
-// other segments in it, and what follows up to a whole number of vectors. dp may be NULL.
+// Of keys k0..k0+n, `row` sees a prefix, whose length is returned (0 if it sees none). Hides those
+// of other segments in it, and what follows up to a whole number of vectors. dp may be NULL.
 static size_t mask_row(const attn_head *h, size_t row, size_t k0, size_t n, bool mixed,
                        float *score, float *dp)
 {
