@@ -16,7 +16,8 @@
 #include <string.h>
 #include <sys/stat.h>
 
-#include "dropless.h"
+#include "base/base.h"
+#include "io/io.h"
 #include "scratch.h"
 
 #define VOCAB     256
@@ -586,6 +587,87 @@ static void test_inspect_errors(void **state)
     assert_null(text);
 }
 
+/* ---- no memory, no disk ---- */
+
+typedef struct faults {
+    rig *r;
+    char input[512], output[512], model[512];
+} faults;
+
+static dpl_status all_calls(const faults *f)
+{
+    dpl_model *model = NULL;
+    dpl_generator *g = NULL;
+    dpl_config *config = NULL;
+    char *text = NULL;
+    const dpl_generator_options o = greedy(4);
+    const dpl_probe_options probe = {.struct_bytes = sizeof probe, .grad = 1, .n_steps = 1};
+    int32_t ids[3] = {1, 2, 3};
+    double loss;
+    dpl_status status = dpl_model_open(f->r->ctx, f->model, NULL, &model);
+    if (status == DPL_OK) status = dpl_generator_open(model, &o, &g);
+    if (status == DPL_OK) status = dpl_generator_feed(g, ids, 3);
+    if (status == DPL_OK) status = dpl_generator_next(g, ids);
+    if (status == DPL_OK) status = dpl_config_open_model(f->model, &config);
+    if (status == DPL_OK) status = dpl_model_eval(model, f->input, config, NULL, NULL, &loss, NULL);
+    if (status == DPL_OK) status = dpl_inspect(f->model, NULL, 0, 0, &text);
+    if (status == DPL_OK)
+        status = dpl_model_probe(f->r->ctx, f->model, scratch_path("ids"), scratch_path("p"),
+                                 &probe);
+    // Last, because it waits for the disk.
+    if (status == DPL_OK) status = dpl_model_write(model, f->output, "float32", 0);
+    dpl_text_close(&text);
+    dpl_config_close(&config);
+    dpl_generator_close(&g);
+    dpl_model_close(&model);
+    return status;
+}
+
+// A batch for a probe, by hand: safetensors with input_ids (1, 4).
+static void write_input(const char *path)
+{
+    static const char header[] =
+        "{\"input_ids\":{\"dtype\":\"I64\",\"shape\":[1,4],\"data_offsets\":[0,32]}}";
+    unsigned char file[8 + sizeof header - 1 + 32] = {sizeof header - 1};
+    memcpy(file + 8, header, sizeof header - 1);
+    for (int i = 0; i < 4; i++)
+        file[8 + sizeof header - 1 + 8 * i] = (unsigned char)(7 * i);
+    scratch_write(path, file, sizeof file);
+}
+
+// The n-th allocation, then the n-th write, fails; each failure is reported, nothing leaks or is left half-done.
+static void test_faults(void **state)
+{
+    (void)state;
+    rig r = rig_open(1, NULL);
+    faults f = {.r = &r};
+    snprintf(f.model, sizeof f.model, "%s", scratch_path("m"));
+    snprintf(f.input, sizeof f.input, "%s", scratch_path("text"));
+    snprintf(f.output, sizeof f.output, "%s", scratch_path("out"));
+    check_ok(dpl_model_write(r.model, f.model, "float32", 0));
+    scratch_text(f.input, "A text that is long enough to be cut in two windows of thirty-two.");
+    write_input(scratch_path("ids"));
+    check_ok(all_calls(&f));
+    void (*const inject[])(size_t) = {dpl_fault_alloc, dpl_fault_write};
+    const dpl_status expected[] = {DPL_ENOMEM, DPL_EIO};
+    for (int kind = 0; kind < 2; kind++) {
+        size_t n = 1;
+        for (dpl_status status = expected[kind]; status != DPL_OK; n++) {
+            inject[kind](n);
+            status = all_calls(&f);
+            inject[kind](0);
+            if (status != DPL_OK) assert_int_equal(status, expected[kind]);
+            assert_int_equal(scratch_count(scratch_path(".")), 5); // no temporary names
+            dpl_model *model = NULL;
+            check_ok(dpl_model_open(r.ctx, f.output, NULL, &model));
+            dpl_model_close(&model);
+        }
+        print_message("%zu places failed\n", n - 2);
+        assert_in_range(n, 10, 100000);
+    }
+    rig_close(&r);
+}
+
 // A locale whose decimal sign is a comma; made in the scratch folder where the system has none. False: no way.
 static bool set_comma_locale(void)
 {
@@ -644,6 +726,7 @@ int main(void)
         cmocka_unit_test(test_generator_errors),
         WITH_FILES(test_inspect),
         WITH_FILES(test_inspect_errors),
+        WITH_FILES(test_faults),
         WITH_FILES(test_locale),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
