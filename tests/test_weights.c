@@ -339,8 +339,8 @@ static void missing_and_unknown_tensors_are_both_listed(void **state)
         "model.layers.3",
         "rotary_emb.inv_freq.more",
         "lm_head.weight.",
-        "a name that is longer than any of the model's names may be, so that a comparison of its "
-        "first bytes alone would not do: model.norm.weight"};
+        ("a name that is longer than any of the model's names may be, so that a comparison of its "
+         "first bytes alone would not do: model.norm.weight")};
     for (size_t i = 0; i < DPL_COUNT(unknown); i++) {
         set_add(&s, unknown[i], 3);
         set_write(&s, dir);
