@@ -630,7 +630,7 @@ static void write_input(const char *path)
         "{\"input_ids\":{\"dtype\":\"I64\",\"shape\":[1,4],\"data_offsets\":[0,32]}}";
     unsigned char file[8 + sizeof header - 1 + 32] = {sizeof header - 1};
     memcpy(file + 8, header, sizeof header - 1);
-    for (int i = 0; i < 4; i++)
+    for (size_t i = 0; i < 4; i++)
         file[8 + sizeof header - 1 + 8 * i] = (unsigned char)(7 * i);
     scratch_write(path, file, sizeof file);
 }
