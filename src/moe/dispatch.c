@@ -1,29 +1,39 @@
-// dispatch.c - step 3 of the layer: token rows to their experts, expert-sorted; and back for the
-// gradient.
+// dispatch.c - steps 3 and 5 of the layer: token rows to their experts, and the sum of a token's K
+// expert rows back at home; each is the gradient of the other.
 //
-// One pass gathers a row straight to its final place. The gradient is a combine without weights:
-// the K rows of a token are summed at home, in slot order.
+// One pass gathers a row straight to its final place. The router weight is in the experts' rows
+// already, so the sum is a plain one: in slot order, in fp32, with one rounding. Its bits do not
+// depend on where the rows were computed.
 #include "moe/moe.h"
 
-dpl_status dpl_ep_dispatch(dpl_ctx *ctx, dpl_comm *comm, const dpl_ep *ep, dpl_mat x,
-                           const float *weights, size_t d, dpl_mat rows, float *row_weight)
+void dpl_ep_dispatch(dpl_ctx *ctx, const dpl_ep *ep, dpl_mat x, const float *weights, size_t d,
+                     dpl_mat rows, float *row_weight)
 {
-    DPL_TRY(dpl_ep_check_ranks(comm));
     const dpl_phase before = dpl_ctx_phase(ctx, DPL_PHASE_DISPATCH);
     dpl_gather_rows(ctx, x, weights, ep->row_slot, ep->top_k, ep->n_rows, d, rows, row_weight);
     dpl_ctx_phase(ctx, before);
-    return DPL_OK;
 }
 
-dpl_status dpl_ep_dispatch_bwd(dpl_ctx *ctx, dpl_comm *comm, const dpl_ep *ep, dpl_mat drows,
-                               const float *drow_w, size_t d, bool accumulate, dpl_mat dx,
-                               float *dw)
+void dpl_ep_combine(dpl_ctx *ctx, const dpl_ep *ep, dpl_mat rows, size_t d, bool accumulate,
+                    dpl_mat y)
 {
-    DPL_TRY(dpl_ep_check_ranks(comm));
-    const dpl_phase before = dpl_ctx_phase(ctx, DPL_PHASE_DISPATCH);
-    dpl_combine_rows(ctx, drows, drow_w, ep->slot_row, ep->n_tokens, ep->top_k, d, accumulate, dx,
-                     drow_w ? dw : NULL);
-    if (dw && !drow_w) dpl_zero(ctx, dw, ep->n_tokens * ep->top_k * sizeof *dw);
+    const dpl_phase before = dpl_ctx_phase(ctx, DPL_PHASE_COMBINE);
+    dpl_combine_rows(ctx, rows, NULL, ep->slot_row, ep->n_tokens, ep->top_k, d, accumulate, y,
+                     NULL);
     dpl_ctx_phase(ctx, before);
-    return DPL_OK;
+}
+
+void dpl_ep_dispatch_bwd(dpl_ctx *ctx, const dpl_ep *ep, dpl_mat drows, const float *drow_w,
+                         size_t d, dpl_mat dx, float *dw)
+{
+    const dpl_phase before = dpl_ctx_phase(ctx, DPL_PHASE_DISPATCH);
+    dpl_combine_rows(ctx, drows, drow_w, ep->slot_row, ep->n_tokens, ep->top_k, d, false, dx, dw);
+    dpl_ctx_phase(ctx, before);
+}
+
+void dpl_ep_combine_bwd(dpl_ctx *ctx, const dpl_ep *ep, dpl_mat dy, size_t d, dpl_mat drows)
+{
+    const dpl_phase before = dpl_ctx_phase(ctx, DPL_PHASE_COMBINE);
+    dpl_gather_rows(ctx, dy, NULL, ep->row_slot, ep->top_k, ep->n_rows, d, drows, NULL);
+    dpl_ctx_phase(ctx, before);
 }

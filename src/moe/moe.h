@@ -1,10 +1,9 @@
 /*
  * moe.h - one dropless MoE layer: router -> permute -> dispatch -> experts -> combine, and back.
  *
- * One file a step, in the order of the data path. Nothing is dropped at any load and memory is used for
- * exactly the rows that arrive. What the forward pass keeps for the backward pass belongs to the caller
- * (dpl_moe_saved), not to the layer: forward and backward calls of any layers may interleave.
- * Parameter gradients accumulate (+=), activation gradients are written (=) unless said otherwise.
+ * Nothing is dropped at any load and memory is used for exactly the rows that arrive. What the
+ * forward pass keeps for the backward pass belongs to the caller (dpl_moe_saved), not to the layer:
+ * forward and backward calls of any layers may interleave.
  */
 #ifndef DPL_MOE_H
 #define DPL_MOE_H
@@ -16,8 +15,7 @@ typedef struct dpl_moe_shape {
     size_t d, f, shared_f;        // shared_f 0: no shared expert; else its width (n_shared * f)
     dpl_route_rule rule;          // E and K are in it
     size_t first_expert, n_local; // experts of this rank
-    dpl_dtype
-        dtype; // of activations between GEMMs: F32, or BF16 (bf16 operands everywhere but the router)
+    dpl_dtype dtype; // of activations between GEMMs; BF16: of operands too, but for the router's
 } dpl_moe_shape;
 
 typedef struct dpl_moe_weights {
@@ -31,38 +29,29 @@ typedef struct dpl_moe_grads { // same layouts, F32, accumulated. NULL: not want
     float *router, *gate_up, *down, *shared_gate_up, *shared_down;
 } dpl_moe_grads;
 
-// Where what is kept for backward lies: memory that the caller brings (dpl_moe_saved_bytes() says how much),
-// or, where a pointer to this is NULL, the step arena.
+// Where what is kept for backward lies: memory of the caller, or, where a pointer to this is NULL,
+// the step arena. With p NULL nothing is taken and only the bytes are counted.
 typedef struct dpl_moe_memory {
     uint8_t *p; // DPL_ALIGN-aligned
     size_t used_bytes;
 } dpl_moe_memory;
-
-static inline void *dpl_moe_keep(dpl_ctx *ctx, dpl_moe_memory *memory, size_t bytes)
-{
-    if (!memory) return dpl_ctx_alloc(ctx, bytes);
-    void *p = memory->p + memory->used_bytes;
-    memory->used_bytes += dpl_round_up(bytes, DPL_ALIGN);
-    return p;
-}
 
 // What the host must know of a routing, computed by operators and read back in one piece.
 typedef struct dpl_moe_report {
     double aux[2];   // balance loss and router z-loss, weighted
     int32_t bad_row; // the first token whose logits are not finite, or -1
     int32_t unused;
-    int64_t offsets[]; // (E + 1)
+    int64_t offsets[]; // (EL + 1), of the experts' rows
 } dpl_moe_report;
 
-// The expert-parallel exchange of one call (the contract of design section 5).
+// The expert-parallel exchange of one call.
 typedef struct dpl_ep {
     size_t n_tokens, top_k, n_local;
     size_t n_rows;          // N: rows received, host
-    int64_t *offsets;       // (EL + 1), device
     int32_t *slot_row;      // (T*K): row of a slot, -1 skipped
     int32_t *row_slot;      // (N)
     int64_t *counts;        // (E) host: tokens of this rank that chose each expert
-    dpl_moe_report *report; // device; offsets points into it
+    dpl_moe_report *report; // device
 } dpl_ep;
 
 // Belongs to the caller: any number of calls may be between forward and backward.
@@ -81,68 +70,71 @@ typedef struct dpl_moe_saved {
 } dpl_moe_saved;
 
 /* ---- router.c ---- */
-// Logits, choice, weights (allocated here); auxiliary losses if aux is not NULL. What the host wants to know of it
-// goes to saved->ep.report, which dpl_ep_plan() has allocated.
+// Logits, choice, weights; auxiliary losses if aux is not NULL. Fills blocks that `saved` has.
 void dpl_router_forward(dpl_ctx *ctx, const dpl_moe_shape *shape, const dpl_moe_weights *weights,
-                        dpl_mat x, size_t n_tokens, const int32_t *segment, const dpl_aux *aux,
-                        dpl_moe_memory *memory, dpl_moe_saved *saved);
+                        dpl_mat x, const int32_t *segment, const dpl_aux *aux,
+                        const dpl_moe_saved *saved);
 // dx (T, D) F32 += ; dweights (T, K) from the experts.
 void dpl_router_backward(dpl_ctx *ctx, const dpl_moe_shape *shape, const dpl_moe_weights *weights,
                          dpl_mat x, const dpl_aux *aux, const dpl_moe_saved *saved,
                          const float *dweights, dpl_mat dx, float *drouter);
 
-/* ---- permute.c, dispatch.c, combine.c ---- */
-// ids (T, K) in [0, E) or -1, distinct within a token (checked: DPL_EINVAL names token and ids when check is true).
-dpl_status dpl_ep_prepare(dpl_ctx *ctx, dpl_comm *comm, const dpl_moe_shape *shape,
-                          const int32_t *ids, size_t n_tokens, bool check, dpl_ep *ep_out);
-// Its three steps, for a caller that puts the router between the first two: checks the call and allocates; submits
-// the permutation; reads the report back (the one read-back of a layer), agrees on errors, exchanges the counts.
-// aux_out NULL: no router has run.
-dpl_status dpl_ep_plan(dpl_ctx *ctx, dpl_comm *comm, const dpl_moe_shape *shape, size_t n_tokens,
-                       dpl_moe_memory *memory, dpl_ep *ep_out);
-void dpl_ep_permute(dpl_ctx *ctx, const int32_t *ids, const dpl_ep *ep);
-dpl_status dpl_ep_exchange(dpl_ctx *ctx, dpl_comm *comm, dpl_ep *ep, double aux_out[2]);
-// DPL_EINVAL names the token of an id that is out of range or chosen twice. ids: host.
+/* ---- permute.c ---- */
+// A block that is kept for backward.
+void *dpl_moe_keep(dpl_ctx *ctx, dpl_moe_memory *memory, size_t bytes);
+// DPL_EINVAL: more slots (T*K) than row numbers.
+dpl_status dpl_ep_check_slots(size_t n_tokens, size_t top_k);
+// DPL_EINVAL names the token of an id that is out of range or chosen twice. ids: (T, K), host.
 dpl_status dpl_ep_check_ids(const int32_t *ids, size_t n_tokens, size_t top_k, size_t n_experts);
 // DPL_ENOSUP where the exchange cannot be done with so many ranks.
 dpl_status dpl_ep_check_ranks(const dpl_comm *comm);
+// Of a call as a whole; agreed.
+dpl_status dpl_ep_check(dpl_comm *comm, const dpl_moe_shape *shape, size_t n_tokens);
+dpl_ep dpl_ep_alloc(dpl_ctx *ctx, dpl_moe_memory *memory, const dpl_moe_shape *shape,
+                    size_t n_tokens);
+// ids (T, K), distinct within a token: submits the permutation, reads the report back (the one
+// read-back of a layer), agrees on errors, exchanges the counts. aux_out NULL: no router has run.
+dpl_status dpl_ep_prepare(dpl_ctx *ctx, dpl_comm *comm, const int32_t *ids, dpl_ep *ep,
+                          double aux_out[2]);
 
-dpl_status dpl_ep_dispatch(dpl_ctx *ctx, dpl_comm *comm, const dpl_ep *ep, dpl_mat x,
-                           const float *weights, size_t d, dpl_mat rows, float *row_weight);
+/* ---- dispatch.c ---- */
+void dpl_ep_dispatch(dpl_ctx *ctx, const dpl_ep *ep, dpl_mat x, const float *weights, size_t d,
+                     dpl_mat rows, float *row_weight);
 // y (T, D) = the sum of the K rows of a token in slot order, or += with accumulate (y F32).
-dpl_status dpl_ep_combine(dpl_ctx *ctx, dpl_comm *comm, const dpl_ep *ep, dpl_mat rows, size_t d,
-                          bool accumulate, dpl_mat y);
-// dx (T, D) = sum over k of drows, or += with accumulate (dx F32); dw (T, K) = drow_w (0 where skipped; drow_w NULL:
-// zeros). dw NULL: not wanted.
-dpl_status dpl_ep_dispatch_bwd(dpl_ctx *ctx, dpl_comm *comm, const dpl_ep *ep, dpl_mat drows,
-                               const float *drow_w, size_t d, bool accumulate, dpl_mat dx,
-                               float *dw);
-dpl_status dpl_ep_combine_bwd(dpl_ctx *ctx, dpl_comm *comm, const dpl_ep *ep, dpl_mat dy, size_t d,
-                              dpl_mat drows);
+void dpl_ep_combine(dpl_ctx *ctx, const dpl_ep *ep, dpl_mat rows, size_t d, bool accumulate,
+                    dpl_mat y);
+// dx (T, D) = sum over k of drows; dw (T, K) = drow_w, 0 where skipped.
+void dpl_ep_dispatch_bwd(dpl_ctx *ctx, const dpl_ep *ep, dpl_mat drows, const float *drow_w,
+                         size_t d, dpl_mat dx, float *dw);
+void dpl_ep_combine_bwd(dpl_ctx *ctx, const dpl_ep *ep, dpl_mat dy, size_t d, dpl_mat drows);
 
-/* ---- experts.c: gate_up GEMM -> SwiGLU (times row weight) -> down GEMM; also the dense MLP (one group) ---- */
+/* ---- experts.c ---- */
 void dpl_experts_forward(dpl_ctx *ctx, dpl_mat rows, const float *row_weight, dpl_groups groups,
                          size_t f, const dpl_weight *gate_up_w, const dpl_weight *down_w,
                          dpl_mat gate_up, dpl_mat hidden, dpl_mat y);
-// drows = (or += with accumulate, F32); dgate_up_w, ddown_w += unless NULL. Without accumulate drows may be dy.
-// Temporaries come from the arena.
+// drows = (or += with accumulate, F32); dgate_up_w, ddown_w += unless NULL. Without accumulate
+// drows may be dy. Temporaries come from the arena.
 void dpl_experts_backward(dpl_ctx *ctx, dpl_mat rows, const float *row_weight, dpl_groups groups,
                           size_t f, const dpl_weight *gate_up_w, const dpl_weight *down_w,
                           dpl_mat gate_up, dpl_mat hidden, dpl_mat dy, dpl_mat drows,
                           bool accumulate, float *drow_weight, float *dgate_up_w, float *ddown_w);
 
 /* ---- layer.c: the whole path, shared expert included ---- */
-// y (T, D) = routed + shared. Everything in `saved` is allocated from the step arena, in this call, after it is known.
-dpl_status dpl_moe_forward(dpl_ctx *ctx, dpl_comm *comm, const dpl_moe_shape *shape,
-                           const dpl_moe_weights *weights, dpl_mat x, size_t n_tokens,
-                           const int32_t *segment, const dpl_aux *aux, dpl_moe_saved *saved_out,
-                           dpl_mat y);
-// The same with `saved` in memory of the caller. saved_bytes is enough for any routing of n_tokens.
+// Bytes of memory that are enough for any routing of n_tokens.
 size_t dpl_moe_saved_bytes(const dpl_moe_shape *shape, size_t n_tokens);
+// y (T, D) = routed + shared. The blocks of `saved` come from `memory`.
 dpl_status dpl_moe_forward_in(dpl_ctx *ctx, dpl_comm *comm, const dpl_moe_shape *shape,
                               const dpl_moe_weights *weights, dpl_mat x, size_t n_tokens,
                               const int32_t *segment, const dpl_aux *aux, dpl_moe_memory *memory,
                               dpl_moe_saved *saved_out, dpl_mat y);
+static inline dpl_status dpl_moe_forward(dpl_ctx *ctx, dpl_comm *comm, const dpl_moe_shape *shape,
+                                         const dpl_moe_weights *weights, dpl_mat x,
+                                         size_t n_tokens, const int32_t *segment,
+                                         const dpl_aux *aux, dpl_moe_saved *saved_out, dpl_mat y)
+{
+    return dpl_moe_forward_in(ctx, comm, shape, weights, x, n_tokens, segment, aux, NULL, saved_out,
+                              y);
+}
 // dx (T, D) F32, written. dy is read only.
 dpl_status dpl_moe_backward(dpl_ctx *ctx, dpl_comm *comm, const dpl_moe_shape *shape,
                             const dpl_moe_weights *weights, dpl_mat x, const dpl_aux *aux,

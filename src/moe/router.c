@@ -1,21 +1,17 @@
 // router.c - step 1 of the layer: logits in fp32, choice of experts, weights, auxiliary losses.
 //
 // Nothing is read back here: what the host must know (was a logit not finite, the losses) goes
-// into the report that dpl_ep_exchange() reads together with the counts.
+// into the report that dpl_ep_prepare() reads together with the counts.
 #include "moe/moe.h"
 
 void dpl_router_forward(dpl_ctx *ctx, const dpl_moe_shape *shape, const dpl_moe_weights *weights,
-                        dpl_mat x, size_t n_tokens, const int32_t *segment, const dpl_aux *aux,
-                        dpl_moe_memory *memory, dpl_moe_saved *saved)
+                        dpl_mat x, const int32_t *segment, const dpl_aux *aux,
+                        const dpl_moe_saved *saved)
 {
     const dpl_route_rule *rule = &shape->rule;
-    const size_t n_logits = n_tokens * rule->n_experts, n_slots = n_tokens * rule->top_k;
+    const size_t n_tokens = saved->n_tokens;
     dpl_moe_report *report = saved->ep.report;
     const dpl_phase before = dpl_ctx_phase(ctx, DPL_PHASE_ROUTER);
-    saved->logits = dpl_moe_keep(ctx, memory, n_logits * sizeof(float));
-    saved->score = dpl_moe_keep(ctx, memory, n_logits * sizeof(float));
-    saved->ids = dpl_moe_keep(ctx, memory, n_slots * sizeof(int32_t));
-    saved->weights = dpl_moe_keep(ctx, memory, n_slots * sizeof(float));
     dpl_gemm_forward(ctx, x, &weights->router, dpl_one_group(n_tokens),
                      dpl_mat_f32(saved->logits, rule->n_experts));
     dpl_route_forward(ctx, rule, saved->logits, weights->bias, segment, n_tokens, saved->score,
