@@ -53,6 +53,7 @@ static dpl_status open_files(run *r)
     char path[PATH_MAX];
     const char *mode = t->step > 0 ? "a" : "w";
     DPL_TRY(dpl_make_dirs(t->run_dir));
+    DPL_TRY(dpl_trainer_lock(t));
     DPL_TRY(dpl_path_join(t->run_dir, "config.yml", path));
     DPL_TRY(dpl_config_save(t->config, path));
     DPL_TRY(dpl_path_join(t->run_dir, "log.txt", path));

@@ -230,8 +230,12 @@ struct dpl_trainer {
     uint64_t position;             // training samples used so far
     double step_flops, peak_flops; // of one step; of this machine per second, 0 until measured
     char run_dir[PATH_MAX];
+    int lock_fd; // of the run directory; -1: not locked
     volatile sig_atomic_t stop;
 };
+
+// DPL_EIO: another process has the run directory. One that does not exist yet is left for the next call.
+dpl_status dpl_trainer_lock(dpl_trainer *t);
 
 /* ---- checkpoints (checkpoint.c) --------------------------------------------------------------------- */
 

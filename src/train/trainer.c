@@ -2,7 +2,11 @@
 //
 // Three places can give the weights. A checkpoint of the run itself comes first, so that the same command goes on where
 // it was interrupted; then load_full_state_path or load_parameters_path; else the initial values of the seed.
+#include <errno.h>
+#include <fcntl.h>
 #include <stdio.h>
+#include <sys/file.h>
+#include <unistd.h>
 
 #include "train/train.h"
 
@@ -19,6 +23,24 @@ static dpl_status resolve_run(dpl_trainer *t)
     if (!t->o->run_name[0]) DPL_TRY(dpl_config_put(t->config, "run_name", "run"));
     DPL_TRY(dpl_options_check(t->o));
     return dpl_path_join(t->o->base_output_directory, t->o->run_name, t->run_dir);
+}
+
+// Two processes in one run directory would each remove what the other is writing. The lock goes with the process,
+// however that ends; a file system without locks is used without.
+dpl_status dpl_trainer_lock(dpl_trainer *t)
+{
+    char path[PATH_MAX];
+    if (t->lock_fd >= 0) return DPL_OK;
+    DPL_TRY(dpl_path_join(t->run_dir, ".lock", path));
+    const int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0666);
+    if (fd < 0) return errno == ENOENT ? DPL_OK : dpl_fail(DPL_EIO, "cannot open %s: %m", path);
+    if (flock(fd, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) {
+        close(fd);
+        return dpl_fail(DPL_EIO, "%s: another process is training in this run directory",
+                        t->run_dir);
+    }
+    t->lock_fd = fd;
+    return DPL_OK;
 }
 
 static dpl_status find_origin(const dpl_trainer *t, origin *from)
@@ -99,6 +121,7 @@ static dpl_status open_parts(dpl_trainer *t)
 {
     origin from;
     DPL_TRY(resolve_run(t));
+    DPL_TRY(dpl_trainer_lock(t)); // later where there is no such folder yet
     DPL_TRY(find_origin(t, &from));
     DPL_TRY(open_model(t, &from));
     DPL_TRY(open_batches(t));
@@ -116,7 +139,7 @@ dpl_status dpl_trainer_open(dpl_ctx *ctx, const dpl_config *config, dpl_trainer 
     dpl_trainer *t = dpl_alloc(sizeof *t);
     if (!t) return dpl_fail(DPL_ENOMEM, "no memory for a trainer");
     t->ctx = ctx;
-    t->saved = -1;
+    t->saved = t->lock_fd = -1;
     dpl_status status = dpl_config_clone(config, &t->config);
     if (status == DPL_OK) {
         t->o = &t->config->o;
@@ -141,6 +164,7 @@ void dpl_trainer_close(dpl_trainer **trainer)
     dpl_tokens_free(&t->micro);
     dpl_tokens_free(&t->eval);
     dpl_config_close(&t->config);
+    if (t->lock_fd >= 0) close(t->lock_fd);
     dpl_free(t);
     *trainer = NULL;
 }
