@@ -574,6 +574,53 @@ static void gradients_accumulate(void **state)
     scene_close(&s);
 }
 
+// Four rows at once, or two and two: the same counts, and gradients that differ by roundings of their sums.
+static void micro_batches_add_up_to_the_batch(void **state)
+{
+    (void)state;
+    oracle_config c = rich_config();
+    c.balance_weight = c.router_z_weight = 0; // normalized in each micro-batch
+    scene s;
+    kit k;
+    scene_open(&c, 17, 4, 12, true, &s);
+    const dpl_model_config config = scene_config(&c);
+    assert_true(kit_open(&config, DPL_F32, &s.params, 2, false, NULL, &k));
+    const dpl_loss_rule rule = scene_rule(&c);
+    const size_t n = k.model->params.elems, n_counts = 4 * config.n_experts;
+    dpl_loss_sums all, part, sum = {0};
+    const dpl_batch batch = scene_batch(&s);
+    check_ok(dpl_model_train_micro(k.model, &batch, &rule, 0.05, 0.02, 1, &all));
+    float *whole = test_malloc(n * sizeof *whole);
+    int64_t *counts = test_malloc(n_counts * sizeof *counts);
+    memcpy(whole, k.model->params.grad, n * sizeof *whole);
+    memcpy(counts, k.model->counts, n_counts * sizeof *counts);
+    dpl_model_zero_grads(k.model);
+    memset(k.model->counts, 0, n_counts * sizeof *counts);
+    for (int i = 0; i < 2; i++) {
+        const size_t at = (size_t)(i * 2 * s.n_seq);
+        const dpl_batch half = {
+            2, (size_t)s.n_seq, s.ids + at, s.targets + at, s.segments + at, s.positions + at};
+        check_ok(dpl_model_train_micro(k.model, &half, &rule, 0.05, 0.02, 1, &part));
+        sum.xent += part.xent, sum.z += part.z, sum.mtp_xent += part.mtp_xent;
+        sum.n_tokens += part.n_tokens, sum.mtp_tokens += part.mtp_tokens;
+    }
+    assert_memory_equal(counts, k.model->counts, n_counts * sizeof *counts);
+    assert_true(sum.n_tokens == all.n_tokens && sum.mtp_tokens == all.mtp_tokens);
+    assert_true(sum.mtp_tokens == dpl_batch_mtp_tokens(&config, &batch));
+    assert_true(fabs(sum.xent + sum.z - all.xent - all.z) < 1e-12 * all.xent);
+    assert_true(fabs(sum.mtp_xent - all.mtp_xent) < 1e-12 * all.mtp_xent);
+    double top = 0, worst = 0;
+    for (size_t i = 0; i < n; i++) {
+        top = fmax(top, fabs(whole[i]));
+        worst = fmax(worst, fabs(k.model->params.grad[i] - (double)whole[i]));
+    }
+    print_message("in two halves: worst %.1e of %.1e\n", worst, top);
+    assert_true(worst < 4e-7 * top);
+    test_free(whole), test_free(counts);
+    kit_close(&k);
+    scene_close(&s);
+}
+
 // Padding of the flat arrays is no parameter: it stays zero in the gradients, so it does in the weights.
 static void padding_has_no_gradient(void **state)
 {
@@ -898,6 +945,7 @@ int main(void)
         cmocka_unit_test(bf16_stays_near_the_oracle),
         cmocka_unit_test(threads_and_queue_change_no_bit),
         cmocka_unit_test(gradients_accumulate),
+        cmocka_unit_test(micro_batches_add_up_to_the_batch),
         cmocka_unit_test(padding_has_no_gradient),
         cmocka_unit_test(evaluation_equals_training_and_changes_nothing),
         cmocka_unit_test(rows_are_independent),
