@@ -368,7 +368,8 @@ DPL_API dpl_status dpl_config_option(size_t i, dpl_option_info *info_out);
  * A transformer of the deepseek_v3 family and its weights.
  *
  * Everywhere below, PATH is a model directory (config.json and safetensors, as Hugging Face transformers has
- * them), a checkpoint directory, or a run directory, which stands for its newest whole checkpoint.
+ * them), a checkpoint directory, or a run directory, which stands for its newest whole checkpoint. The checksums
+ * of a checkpoint are verified whenever it is opened.
  */
 typedef struct dpl_model dpl_model;
 

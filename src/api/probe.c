@@ -226,8 +226,12 @@ static void collect_bias_next(probe *p, double rate)
         char name[64];
         snprintf(name, sizeof name, "router.%zu.counts", l);
         const dpl_st_tensor *counts = find(&p->out, name);
-        float *next = counts ? dpl_alloc_array(c->n_experts, sizeof(float)) : NULL;
-        if (!next) continue;
+        if (!counts) continue; // a dense layer
+        float *next = dpl_alloc_array(c->n_experts, sizeof(float));
+        if (!next) {
+            p->out.status = dpl_fail(DPL_ENOMEM, "no memory for the router bias of layer %zu", l);
+            return;
+        }
         const int64_t *n = (const int64_t *)(const void *)counts->data;
         double sum = 0;
         for (size_t e = 0; e < c->n_experts; e++)
