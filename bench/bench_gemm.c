@@ -13,43 +13,8 @@
 
 #define CHUNK_BYTES ((size_t)1 << 20)
 #define MEMORY_RUNS 7   // the best of so many is the machine's limit
-#define PEAK_TASKS  500 // a thread
 
 /* ---- machine --------------------------------------------------------------------------------- */
-
-typedef struct peak_run {
-    const dpl_gemm_kernels *k;
-    double *best; // (n_threads), operations a second
-} peak_run;
-
-// Long enough to time, short enough to be rarely interrupted by another process.
-static void peak_task(void *arg, size_t i_task, int i_thread)
-{
-    const peak_run *run = arg;
-    float sink[34];
-    (void)i_task;
-    for (size_t i = 0; i < DPL_COUNT(sink); ++i)
-        sink[i] = 0.5f;
-    const double start = dpl_now(), done = run->k->peak_fma(20000, sink);
-    run->best[i_thread] = DPL_MAX(run->best[i_thread], done / (dpl_now() - start));
-}
-
-// The sum of each thread's best while all of them work. A thread that got nothing to do counts as
-// the best of the others.
-static double measure_peak(dpl_ctx *ctx)
-{
-    const int n_threads = dpl_pool_threads(ctx->pool);
-    double sum = 0, best = 0;
-    peak_run run = {&ctx->kernels->gemm, dpl_alloc_array((size_t)n_threads, sizeof(double))};
-    if (!run.best) return 0;
-    dpl_pool_run(ctx->pool, PEAK_TASKS * (size_t)n_threads, peak_task, &run);
-    for (int i = 0; i < n_threads; ++i)
-        best = DPL_MAX(best, run.best[i]);
-    for (int i = 0; i < n_threads; ++i)
-        sum += run.best[i] > 0 ? run.best[i] : best;
-    dpl_free(run.best);
-    return sum;
-}
 
 typedef struct memory_run {
     uint64_t *data;
@@ -94,7 +59,7 @@ dpl_status dpl_bench_machine(dpl_ctx *ctx, size_t test_bytes, dpl_bench_limits *
     run.data = dpl_alloc(run.n_chunks * CHUNK_BYTES);
     run.sums = dpl_alloc_array(run.n_chunks, sizeof *run.sums);
     dpl_status status = DPL_OK;
-    dpl_bench_limits found = {.flops = measure_peak(ctx)};
+    dpl_bench_limits found = {.flops = dpl_measure_peak(ctx)};
     if (run.data && run.sums && found.flops > 0) {
         // Writing comes first: memory that was never written is one page of zeros.
         found.rw_bytes = measure_memory(ctx, &run, true);

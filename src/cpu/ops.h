@@ -236,4 +236,9 @@ void dpl_sum_squares(dpl_ctx *ctx, const float *x, size_t n,
                      double *sum_out); // not finite if any x is not
 void dpl_to_bf16(dpl_ctx *ctx, const float *x, size_t n, uint16_t *y);
 
+/* ---- peak.c ---- */
+
+// Multiply-adds in fp32 registers, as FLOP/s: the sum of each thread's best while all work. 0 without memory.
+double dpl_measure_peak(dpl_ctx *ctx);
+
 #endif

@@ -1,4 +1,4 @@
-// metrics.c - what a step says about itself: the log line, the row of metrics.jsonl, the peak behind mfu.
+// metrics.c - what a step says about itself: the log line, the row of metrics.jsonl.
 //
 // Numbers are written with a decimal point whatever the process's locale, and those that are not finite as null: every
 // line of metrics.jsonl is valid JSON.
@@ -143,46 +143,4 @@ dpl_status dpl_metrics_cut(const char *path, int64_t step)
     dpl_free(kept);
     dpl_map_close(&map);
     return status;
-}
-
-/* ---- the peak of this machine ---- */
-
-#define PEAK_TASKS_MAX 4096
-typedef struct peak_job {
-    const dpl_kernels *kernels;
-    size_t n_rounds;
-    double operations[PEAK_TASKS_MAX];
-    float sink[PEAK_TASKS_MAX];
-} peak_job;
-
-static void peak_task(void *arg, size_t i_task, int i_thread)
-{
-    peak_job *job = arg;
-    (void)i_thread;
-    job->operations[i_task] = job->kernels->gemm.peak_fma(job->n_rounds, &job->sink[i_task]);
-}
-
-double dpl_measure_peak(dpl_ctx *ctx)
-{
-    const int n = dpl_pool_threads(ctx->pool);
-    peak_job *job = dpl_alloc(sizeof *job);
-    if (!job) return 0;
-    job->kernels = ctx->kernels;
-    job->n_rounds = 1000;
-    double best = 0;
-    const double start = dpl_now();
-    while (dpl_now() - start < 0.05) { // the first rounds find a length worth timing
-        const double begin = dpl_now();
-        dpl_pool_run(ctx->pool, (size_t)n, peak_task, job);
-        const double seconds = dpl_now() - begin;
-        double operations = 0;
-        for (int i = 0; i < n; i++)
-            operations += job->operations[i];
-        if (seconds > 0.001)
-            best = DPL_MAX(best, operations / seconds);
-        else
-            job->n_rounds *= 2;
-    }
-    dpl_free(job);
-    return best;
 }

@@ -250,7 +250,6 @@ dpl_status dpl_checkpoint_resolve(const char *path, char *dir_out);
 
 /* ---- metrics (metrics.c) ------------------------------------------------------------------------------ */
 
-double dpl_measure_peak(dpl_ctx *ctx); // multiply-adds, as FLOP/s over all threads
 void dpl_metrics_line(const dpl_trainer *t, const dpl_step_metrics *m, char *text, size_t size);
 void dpl_metrics_profile(const dpl_trainer *t, char *text, size_t size);
 // One row, a new reference; numbers that are not finite become null. NULL without memory.
