@@ -8,6 +8,7 @@
 #include "train/train.h"
 
 typedef enum field_kind { SIZE, NUMBER, FLAG, SCORE, ROPE } field_kind;
+_Static_assert(sizeof(size_t) == 8 && sizeof(double) == 8, "fields are compared as 8 bytes");
 typedef struct model_key {
     const char *key;
     dpl_option_id id;
@@ -15,40 +16,24 @@ typedef struct model_key {
     size_t offset;
 } model_key;
 
-#define KEY(key, kind, field)                                        \
-    {                                                                \
-#key, DPL_OPT_##key, kind, offsetof(dpl_model_config, field) \
-    }
+// clang-format off
+#define KEY(key, kind, field) {#key, DPL_OPT_##key, kind, offsetof(dpl_model_config, field)}
 static const model_key model_keys[] = {
-    KEY(vocab_size, SIZE, vocab),
-    KEY(base_emb_dim, SIZE, d),
-    KEY(base_num_decoder_layers, SIZE, n_layers),
-    KEY(first_num_dense_layers, SIZE, n_dense),
-    KEY(base_mlp_dim, SIZE, mlp_f),
-    KEY(base_moe_mlp_dim, SIZE, moe_f),
-    KEY(num_experts, SIZE, n_experts),
-    KEY(num_experts_per_tok, SIZE, top_k),
-    KEY(shared_experts, SIZE, n_shared),
-    KEY(n_routing_groups, SIZE, n_groups),
-    KEY(topk_routing_group, SIZE, top_groups),
-    KEY(mtp_num_layers, SIZE, n_mtp),
-    KEY(base_num_query_heads, SIZE, n_heads),
-    KEY(q_lora_rank, SIZE, q_lora),
-    KEY(kv_lora_rank, SIZE, kv_lora),
-    KEY(qk_nope_head_dim, SIZE, d_nope),
-    KEY(qk_rope_head_dim, SIZE, d_rope),
-    KEY(v_head_dim, SIZE, d_v),
-    KEY(max_position_embeddings, SIZE, max_positions),
-    KEY(routed_scaling_factor, NUMBER, routed_scale),
-    KEY(normalization_layer_epsilon, NUMBER, eps),
-    KEY(rope_max_timescale, NUMBER, rope.theta),
-    KEY(routed_bias, FLAG, routed_bias),
-    KEY(norm_topk_prob, FLAG, norm_topk),
-    KEY(logits_via_embedding, FLAG, tied),
-    KEY(rope_interleave, FLAG, rope_interleave),
-    KEY(routed_score_func, SCORE, sigmoid),
+    KEY(vocab_size, SIZE, vocab), KEY(base_emb_dim, SIZE, d), KEY(base_num_decoder_layers, SIZE, n_layers),
+    KEY(first_num_dense_layers, SIZE, n_dense), KEY(base_mlp_dim, SIZE, mlp_f),
+    KEY(base_moe_mlp_dim, SIZE, moe_f), KEY(num_experts, SIZE, n_experts),
+    KEY(num_experts_per_tok, SIZE, top_k), KEY(shared_experts, SIZE, n_shared),
+    KEY(n_routing_groups, SIZE, n_groups), KEY(topk_routing_group, SIZE, top_groups),
+    KEY(mtp_num_layers, SIZE, n_mtp), KEY(base_num_query_heads, SIZE, n_heads), KEY(q_lora_rank, SIZE, q_lora),
+    KEY(kv_lora_rank, SIZE, kv_lora), KEY(qk_nope_head_dim, SIZE, d_nope), KEY(qk_rope_head_dim, SIZE, d_rope),
+    KEY(v_head_dim, SIZE, d_v), KEY(max_position_embeddings, SIZE, max_positions),
+    KEY(routed_scaling_factor, NUMBER, routed_scale), KEY(normalization_layer_epsilon, NUMBER, eps),
+    KEY(rope_max_timescale, NUMBER, rope.theta), KEY(routed_bias, FLAG, routed_bias),
+    KEY(norm_topk_prob, FLAG, norm_topk), KEY(logits_via_embedding, FLAG, tied),
+    KEY(rope_interleave, FLAG, rope_interleave), KEY(routed_score_func, SCORE, sigmoid),
     KEY(rope_type, ROPE, rope.yarn),
 };
+// clang-format on
 #undef KEY
 
 static void fill_rope(const dpl_options *o, dpl_model_config *c)
@@ -85,6 +70,28 @@ static void fill_experts(const dpl_options *o, dpl_model_config *c)
     c->norm_topk = o->norm_topk_prob;
 }
 
+static void fill_model(const dpl_options *o, dpl_model_config *c)
+{
+    dpl_model_config_init(c);
+    c->vocab = (size_t)o->vocab_size;
+    c->d = (size_t)o->base_emb_dim;
+    c->n_layers = (size_t)o->base_num_decoder_layers;
+    c->mlp_f = (size_t)o->base_mlp_dim;
+    c->n_heads = (size_t)o->base_num_query_heads;
+    c->q_lora = (size_t)o->q_lora_rank;
+    c->kv_lora = (size_t)o->kv_lora_rank;
+    c->d_nope = (size_t)o->qk_nope_head_dim;
+    c->d_rope = (size_t)o->qk_rope_head_dim;
+    c->d_v = (size_t)o->v_head_dim;
+    c->n_mtp = (size_t)o->mtp_num_layers;
+    c->max_positions = (size_t)o->max_position_embeddings;
+    c->tied = o->logits_via_embedding;
+    c->rope_interleave = o->rope_interleave;
+    c->eps = o->normalization_layer_epsilon;
+    fill_rope(o, c);
+    fill_experts(o, c);
+}
+
 dpl_status dpl_config_model(const dpl_config *config, dpl_model_config *model_out)
 {
     const dpl_options *o = &config->o;
@@ -93,24 +100,7 @@ dpl_status dpl_config_model(const dpl_config *config, dpl_model_config *model_ou
         return dpl_fail(DPL_EINVAL, "decoder_block is %s, expected deepseek", o->decoder_block);
     if (!dpl_is(o->attention_type, "mla"))
         return dpl_fail(DPL_EINVAL, "attention_type is %s, expected mla", o->attention_type);
-    dpl_model_config_init(&c);
-    c.vocab = (size_t)o->vocab_size;
-    c.d = (size_t)o->base_emb_dim;
-    c.n_layers = (size_t)o->base_num_decoder_layers;
-    c.mlp_f = (size_t)o->base_mlp_dim;
-    c.n_heads = (size_t)o->base_num_query_heads;
-    c.q_lora = (size_t)o->q_lora_rank;
-    c.kv_lora = (size_t)o->kv_lora_rank;
-    c.d_nope = (size_t)o->qk_nope_head_dim;
-    c.d_rope = (size_t)o->qk_rope_head_dim;
-    c.d_v = (size_t)o->v_head_dim;
-    c.n_mtp = (size_t)o->mtp_num_layers;
-    c.max_positions = (size_t)o->max_position_embeddings;
-    c.tied = o->logits_via_embedding;
-    c.rope_interleave = o->rope_interleave;
-    c.eps = o->normalization_layer_epsilon;
-    fill_rope(o, &c);
-    fill_experts(o, &c);
+    fill_model(o, &c);
     const bool moe = c.n_dense < c.n_layers || c.n_mtp > 0;
     if (moe && !o->routed_score_func[0])
         return dpl_fail(DPL_EINVAL, "routed_score_func is empty, expected sigmoid or softmax");
@@ -120,70 +110,40 @@ dpl_status dpl_config_model(const dpl_config *config, dpl_model_config *model_ou
 }
 
 // The value of a model's field as the text of its key.
-static void field_text(const model_key *key, const dpl_model_config *model, char *text, size_t size)
+static void field_text(const model_key *key, const void *field, char *text, size_t size)
 {
-    const uint8_t *field = (const uint8_t *)model + key->offset;
-    size_t n;
-    double number;
-    bool flag;
-    if (key->kind == SIZE) {
-        memcpy(&n, field, sizeof n);
-        snprintf(text, size, "%zu", n);
-    } else if (key->kind == NUMBER) {
-        memcpy(&number, field, sizeof number);
-        dpl_format(text, size, "%.17g", number);
-    } else {
-        memcpy(&flag, field, sizeof flag);
-        const char *const names[][2] = {
-            {"false", "true"}, {"softmax", "sigmoid"}, {"default", "yarn"}};
-        snprintf(text, size, "%s", names[key->kind - FLAG][flag]);
-    }
-}
-
-// How the two sides spell "no groups" and "one expert width" differs; compare what is computed.
-static bool same_field(const model_key *key, const dpl_options *o, const char *have)
-{
-    double a, b;
-    if (key->kind == SIZE &&
-        (key->id == DPL_OPT_n_routing_groups || key->id == DPL_OPT_topk_routing_group) &&
-        o->n_routing_groups == -1)
-        return strcmp(have, "1") == 0;
-    const void *field = NULL;
-    if (key->id == DPL_OPT_base_moe_mlp_dim && o->base_moe_mlp_dim <= 0) field = &o->base_mlp_dim;
-    if (!field) return false;
-    int64_t n;
-    memcpy(&n, field, sizeof n);
-    a = (double)n;
-    return dpl_parse_f64(have, &b) == DPL_OK && a == b;
+    static const char *const names[][2] = {
+        {"false", "true"}, {"softmax", "sigmoid"}, {"default", "yarn"}};
+    if (key->kind == SIZE)
+        snprintf(text, size, "%zu", *(const size_t *)field);
+    else if (key->kind == NUMBER)
+        dpl_format(text, size, "%.17g", *(const double *)field);
+    else
+        snprintf(text, size, "%s", names[key->kind - FLAG][*(const bool *)field]);
 }
 
 dpl_status dpl_config_adopt(dpl_config *config, const char *dir, dpl_model_config *model_out)
 {
-    dpl_model_config c;
+    dpl_model_config have, want;
     dpl_dtype dtype;
-    DPL_TRY(dpl_model_read_config(dir, &c, &dtype));
+    DPL_TRY(dpl_model_read_config(dir, &have, &dtype));
+    fill_model(&config->o, &want);
     for (size_t i = 0; i < DPL_COUNT(model_keys); i++) {
         const model_key *key = &model_keys[i];
-        char have[64];
-        double a, b;
-        field_text(key, &c, have, sizeof have);
-        const char *want = config->text[key->id];
-        const bool number = key->kind == SIZE || key->kind == NUMBER;
-        bool same = strcmp(want, have) == 0 || same_field(key, &config->o, have);
-        if (!same && number && dpl_parse_f64(want, &a) == DPL_OK &&
-            dpl_parse_f64(have, &b) == DPL_OK)
-            same = a == b;
-        if (!same && config->given[key->id])
-            return dpl_fail(DPL_EINVAL, "%s=%s, but the model in %s has %s", key->key, want, dir,
-                            have);
-        if (!same) {
-            DPL_TRY(dpl_config_put(config, key->key, have));
-            config->given[key->id] = false;
-        }
+        const void *a = (const uint8_t *)&have + key->offset,
+                   *b = (const uint8_t *)&want + key->offset;
+        char text[64];
+        if (memcmp(a, b, key->kind >= FLAG ? sizeof(bool) : 8) == 0) continue;
+        field_text(key, a, text, sizeof text);
+        if (config->given[key->id])
+            return dpl_fail(DPL_EINVAL, "%s=%s, but the model in %s has %s", key->key,
+                            config->text[key->id], dir, text);
+        DPL_TRY(dpl_config_put(config, key->key, text));
+        config->given[key->id] = false;
     }
     DPL_TRY(dpl_config_put(config, "decoder_block", "deepseek"));
     DPL_TRY(dpl_config_put(config, "attention_type", "mla"));
-    *model_out = c;
+    *model_out = have;
     return DPL_OK;
 }
 
