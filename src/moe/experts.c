@@ -1,5 +1,5 @@
-// experts.c - step 4 of the layer: gate and up in one grouped GEMM, SwiGLU times router weight, down.
-// With one group and no row weights this is also the shared expert and the dense MLP.
+// experts.c - step 4 of the layer: gate and up in one GEMM, SwiGLU times router weight, down. With
+// one group and no row weights this is also the shared expert and the dense MLP.
 //
 // Since the router weight enters before the down projection, its gradient is a dot product in
 // front of it, and the experts' outputs need not be kept for the backward pass.

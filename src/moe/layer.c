@@ -1,4 +1,4 @@
-// layer.c - one MoE layer: the five steps in order, the shared expert beside them, and the way back.
+// layer.c - one MoE layer: the five steps in order, the shared expert beside them, the way back.
 //
 // The host reads results of operators at one place only, dpl_ep_prepare(): there N is learned, a
 // logit that is not finite found, and the auxiliary losses fetched. y = round(shared + sum of the
