@@ -22,9 +22,10 @@ static void tile_shape(kernel_test *t, size_t m, size_t n, size_t depth, bool ad
     for (size_t i = 0; i < m; ++i) {
         for (size_t l = 0; l < depth; ++l)
             row[l] = a[l * m + i];
-        t->ref->gemm.tile(1, n, depth, row, b, want + i * ldc, ldc, add, (dpl_gemm_ahead){b, 64});
+        t->ref->gemm.tile(1, n, depth, row, b, want + i * ldc, ldc, add,
+                          (dpl_gemm_ahead){b, 64, 16, 4096});
     }
-    t->k->gemm.tile(m, n, depth, a, b, got, ldc, add, (dpl_gemm_ahead){b, 64});
+    t->k->gemm.tile(m, n, depth, a, b, got, ldc, add, (dpl_gemm_ahead){b, 64, 16, 4096});
     double sum = 0, largest = 0;
     for (size_t l = 0; l < depth; ++l) {
         double a_max = 0, b_max = 0;
@@ -44,7 +45,7 @@ static void tile_shape(kernel_test *t, size_t m, size_t n, size_t depth, bool ad
             row[l] = a[l * m + i];
         for (size_t j = 0; add && j < n; ++j)
             alone[j] = (float)(i + j);
-        t->k->gemm.tile(1, n, depth, row, b, alone, n, add, (dpl_gemm_ahead){b, 0});
+        t->k->gemm.tile(1, n, depth, row, b, alone, n, add, (dpl_gemm_ahead){b, 0, 1, 0});
         kernel_same(t, "a row alone", alone, got + i * ldc, n * sizeof *alone);
     }
     kernel_done(t);
@@ -63,7 +64,8 @@ static void check_tile(kernel_test *t)
     const float *a = kernel_random(t, DPL_GEMM_KC * mr), *b = kernel_random(t, DPL_GEMM_KC * 32);
     float *c = kernel_floats(t, mr * 32);
     KERNEL_BENCH(t, 2.0 * 32 * (double)(mr * DPL_GEMM_KC), "FLOP",
-                 t->k->gemm.tile(mr, 32, DPL_GEMM_KC, a, b, c, 32, false, (dpl_gemm_ahead){b, 64}));
+                 t->k->gemm.tile(mr, 32, DPL_GEMM_KC, a, b, c, 32, false,
+                                 (dpl_gemm_ahead){b, 64, 16, 4096}));
 }
 
 typedef void (*pack_fn)(dpl_gemm_load load, size_t m, size_t kc, const void *src, size_t ld,

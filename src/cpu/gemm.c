@@ -8,6 +8,7 @@
  */
 #include "cpu/row_io.h"
 
+#define LINE       64  // bytes that one fetch brings
 #define M_BLOCK    256 // rows of the packed left operand: M_BLOCK * DPL_GEMM_KC floats in L2
 #define M_SPLIT    64  // rows are not split finer than this for more tasks
 #define P_ROUNDED  8   // panels of a block whose result is rounded to bf16 at the end
@@ -116,20 +117,18 @@ static size_t tile_first(const gemm_block *b, size_t i, size_t n_tiles)
     return i * b->m / n_tiles;
 }
 
-static void pack_left(const gemm_block *b, size_t n_tiles, size_t l0, size_t depth)
+static void pack_left(const gemm_block *b, size_t i, size_t n_tiles, size_t l0, size_t depth)
 {
     const gemm_args *a = b->a;
     const dpl_gemm_load load = load_of(a->left.dtype, a->operand);
-    for (size_t i = 0; i < n_tiles; ++i) {
-        const size_t first = tile_first(b, i, n_tiles), m = tile_first(b, i + 1, n_tiles) - first;
-        float *dst = b->packed_a + first * depth;
-        if (a->op == WGRAD) {
-            const dpl_mat x = dpl_mat_at(a->left, b->row + l0, b->m0 + first);
-            b->k->pack_cols(load, m, depth, x.p, x.ld, m, dst);
-        } else {
-            const dpl_mat x = dpl_mat_at(a->left, b->row + b->m0 + first, l0);
-            b->k->pack_rows(load, m, depth, x.p, x.ld, m, dst);
-        }
+    const size_t first = tile_first(b, i, n_tiles), m = tile_first(b, i + 1, n_tiles) - first;
+    float *dst = b->packed_a + first * depth;
+    if (a->op == WGRAD) {
+        const dpl_mat x = dpl_mat_at(a->left, b->row + l0, b->m0 + first);
+        b->k->pack_cols(load, m, depth, x.p, x.ld, m, dst);
+    } else {
+        const dpl_mat x = dpl_mat_at(a->left, b->row + b->m0 + first, l0);
+        b->k->pack_rows(load, m, depth, x.p, x.ld, m, dst);
     }
 }
 
@@ -163,39 +162,49 @@ static const float *right_panel(const gemm_block *b, size_t p, size_t l0, size_t
     return b->packed_b;
 }
 
-// What the i-th tile of panel p fetches for later: its part of where the next right operand lies
-// before it is packed, and in wgrad, whose left operand lies in short pieces, of the next left one.
+// What the i-th tile of panel p fetches for later. In wgrad, where both operands lie in short
+// pieces: one line of each row of the next panel's right operand, or of the next left operand.
 static dpl_gemm_ahead fetch_wgrad(const gemm_block *b, size_t p, size_t l0, size_t depth, size_t i,
                                   size_t n_tiles)
 {
-    const dpl_mat dy = b->a->right,
-                  x = b->a->left; // One line of each row, the others by other tiles.
-    const size_t dy_lines = DPL_PANEL * dpl_dtype_bytes(dy.dtype) / 64;
+    const dpl_mat dy = b->a->right, x = b->a->left;
+    const size_t dy_elem = dpl_dtype_bytes(dy.dtype), x_elem = dpl_dtype_bytes(x.dtype);
+    const size_t dy_lines = DPL_PANEL * dy_elem / LINE;
     if (i < dy_lines && p + 1 < b->p0 + b->n_panels) {
         const uint8_t *at = dpl_mat_at(dy, b->row + l0, (p + 1) * DPL_PANEL).p;
-        return (dpl_gemm_ahead){at + i * 64, dy.ld * dpl_dtype_bytes(dy.dtype)};
+        return (dpl_gemm_ahead){at + i * LINE, dy.ld * dy_elem, depth, 0};
     }
     const size_t line = (p - b->p0) * n_tiles + i - dy_lines;
-    if (i < dy_lines || l0 + depth >= b->depth || line * 64 >= b->m * dpl_dtype_bytes(x.dtype))
-        return (dpl_gemm_ahead){b->packed_b, 0};
+    if (i < dy_lines || l0 + depth >= b->depth || line * LINE >= b->m * x_elem)
+        return (dpl_gemm_ahead){b->packed_b, 0, 1, 0};
     const uint8_t *at = dpl_mat_at(x, b->row + l0 + depth, b->m0).p;
-    return (dpl_gemm_ahead){at + line * 64, x.ld * dpl_dtype_bytes(x.dtype)};
+    return (dpl_gemm_ahead){at + line * LINE, x.ld * x_elem, depth, 0};
 }
 
+// In forward and dgrad: the rows that the next tile packs, or this tile's part of the weight that
+// the next panel uses.
 static dpl_gemm_ahead fetch_ahead(const gemm_block *b, size_t p, size_t l0, size_t depth, size_t i,
                                   size_t n_tiles)
 {
     const gemm_args *a = b->a;
     if (a->op == WGRAD) return fetch_wgrad(b, p, l0, depth, i, n_tiles);
+    if (p == b->p0 && i + 1 < n_tiles) {
+        const dpl_mat x = dpl_mat_at(a->left, b->row + b->m0 + tile_first(b, i + 1, n_tiles), l0);
+        const size_t elem = dpl_dtype_bytes(x.dtype), lines = dpl_div_up(depth * elem, LINE);
+        return (dpl_gemm_ahead){x.p, LINE, lines, x.ld * elem - (lines - 1) * LINE};
+    }
     const size_t row_bytes = DPL_PANEL * dpl_dtype_bytes(a->operand);
     size_t l = l0 + i * depth / n_tiles;
     if (++p == b->p0 + b->n_panels) p = b->p0, l += depth;
-    if (l >= b->depth) return (dpl_gemm_ahead){b->packed_b, 0};
+    if (l >= b->depth) return (dpl_gemm_ahead){b->packed_b, 0, 1, 0};
     size_t row = b->group * dpl_div_up(a->n, DPL_PANEL) * a->k;
     row += a->op == FORWARD ? p * a->k + l : l / DPL_PANEL * a->k + p * DPL_PANEL + l % DPL_PANEL;
-    return (dpl_gemm_ahead){(const uint8_t *)a->weight + row * row_bytes, row_bytes / n_tiles};
+    return (dpl_gemm_ahead){(const uint8_t *)a->weight + row * row_bytes, row_bytes / n_tiles,
+                            depth, 0};
 }
 
+// The left operand is packed on the way of the first panel, tile by tile: while one tile is
+// multiplied, memory brings the next.
 static void panel_product(const gemm_block *b, size_t p, size_t l0, size_t depth, size_t n_tiles)
 {
     const float *right = right_panel(b, p, l0, depth);
@@ -203,6 +212,7 @@ static void panel_product(const gemm_block *b, size_t p, size_t l0, size_t depth
     float *c = b->c + (p - b->p0) * b->c_panel;
     for (size_t i = 0; i < n_tiles; ++i) {
         const size_t first = tile_first(b, i, n_tiles), m = tile_first(b, i + 1, n_tiles) - first;
+        if (p == b->p0) pack_left(b, i, n_tiles, l0, depth);
         b->k->tile(m, n, depth, b->packed_a + first * depth, right, c + first * b->ldc, b->ldc,
                    l0 > 0 || b->a->accumulate, fetch_ahead(b, p, l0, depth, i, n_tiles));
     }
@@ -214,7 +224,6 @@ static void block_product(const gemm_block *b)
     size_t l0 = 0;
     do { // Once even if there is nothing to contract: the result is zero then.
         const size_t depth = DPL_MIN(b->depth - l0, step);
-        pack_left(b, n_tiles, l0, depth);
         for (size_t p = b->p0; p < b->p0 + b->n_panels; ++p)
             panel_product(b, p, l0, depth, n_tiles);
         l0 += depth;

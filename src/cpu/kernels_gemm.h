@@ -19,10 +19,11 @@ typedef enum dpl_gemm_load {
     DPL_LOAD_ROUNDED // F32 rounded to bf16: the numeric class of bf16 operands
 } dpl_gemm_load;
 
-// What a tile product fetches into L2 on its way, for a later one: at step l the line of p + l * step.
+// What a tile product fetches into L2 on its way, for a later one: a line at p, then p moves on by
+// `step` bytes, but each time that `run` steps are done by `jump` bytes.
 typedef struct dpl_gemm_ahead {
     const void *p;
-    size_t step; // bytes
+    size_t step, run, jump;
 } dpl_gemm_ahead;
 
 typedef struct dpl_gemm_kernels {

@@ -56,13 +56,16 @@ static inline __attribute__((always_inline)) void half_rows(size_t m, size_t n, 
                                                             float *c, size_t ldc, bool add,
                                                             dpl_gemm_ahead ahead)
 {
-    const char *p = ahead.p;
+    const char *fetch = ahead.p;
+    size_t left = ahead.run;
     EACH(ZERO)
     if (add) {
         EACH(PREFETCH)
     }
-    for (size_t l = 0; l < kc; ++l, a += m, b += 32, p += ahead.step) {
-        _mm_prefetch(p, _MM_HINT_T1);
+    for (size_t l = 0; l < kc; ++l, a += m, b += 32) {
+        _mm_prefetch(fetch, _MM_HINT_T1);
+        fetch += --left ? ahead.step : ahead.jump;
+        left = left ? left : ahead.run;
         const __m256 b0 = _mm256_loadu_ps(b), b1 = _mm256_loadu_ps(b + 8);
         EACH(STEP)
     }

@@ -50,14 +50,17 @@ static inline __attribute__((always_inline)) void tile_rows(size_t m, size_t n, 
                                                             float *c, size_t ldc, bool add,
                                                             dpl_gemm_ahead ahead)
 {
-    const char *p = ahead.p;
+    const char *fetch = ahead.p;
+    size_t left = ahead.run;
     const __mmask16 mask0 = mask_of(n), mask1 = mask_of(n > 16 ? n - 16 : 0);
     EACH(ZERO)
     if (add) {
         EACH(PREFETCH)
     }
-    for (size_t l = 0; l < kc; ++l, a += m, b += 32, p += ahead.step) {
-        _mm_prefetch(p, _MM_HINT_T1);
+    for (size_t l = 0; l < kc; ++l, a += m, b += 32) {
+        _mm_prefetch(fetch, _MM_HINT_T1);
+        fetch += --left ? ahead.step : ahead.jump;
+        left = left ? left : ahead.run;
         const __m512 b0 = _mm512_loadu_ps(b), b1 = _mm512_loadu_ps(b + 16);
         EACH(STEP)
     }
