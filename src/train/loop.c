@@ -58,6 +58,7 @@ static dpl_status open_files(run *r)
     DPL_TRY(dpl_config_save(t->config, path));
     DPL_TRY(dpl_path_join(t->run_dir, "log.txt", path));
     DPL_TRY(open_log(path, mode, &r->log));
+    if (t->step > 0) fputc('\n', r->log); // ends the line that a killed process or a full disk cut
     DPL_TRY(dpl_path_join(t->run_dir, "metrics.jsonl", path));
     if (t->step > 0) DPL_TRY(dpl_metrics_cut(path, t->step - 1));
     return open_log(path, mode, &r->metrics);
@@ -125,14 +126,18 @@ static dpl_status train_step(run *r)
     return DPL_OK;
 }
 
+static bool evaluates(const dpl_options *o, int64_t step)
+{
+    return o->eval_interval > 0 && step >= o->eval_start_step &&
+           (step - o->eval_start_step) % o->eval_interval == 0;
+}
+
 static dpl_status evaluate(run *r, int64_t step)
 {
     const dpl_options *o = r->t->o;
     dpl_eval_metrics m;
     char line[256];
-    if (o->eval_interval <= 0 || step < o->eval_start_step ||
-        (step - o->eval_start_step) % o->eval_interval != 0)
-        return DPL_OK;
+    if (!evaluates(o, step)) return DPL_OK;
     DPL_TRY(dpl_trainer_evaluate(r->t, &m));
     DPL_TRY(write_row(r, dpl_metrics_eval_row(step, &m)));
     dpl_format(
@@ -163,6 +168,12 @@ static dpl_status train(run *r)
 {
     dpl_trainer *t = r->t;
     const dpl_options *o = t->o;
+    // A run that had reached its target has nothing to go on with.
+    if (o->target_eval_loss > 0 && t->step > 0 && evaluates(o, t->step - 1)) {
+        dpl_eval_metrics m;
+        DPL_TRY(dpl_trainer_evaluate(t, &m));
+        r->done = m.loss <= o->target_eval_loss;
+    }
     while (t->step < t->n_steps && !t->stop && !r->done) {
         const int64_t step = t->step;
         DPL_TRY(train_step(r));

@@ -341,11 +341,13 @@ dpl_status dpl_config_option(size_t i, dpl_option_info *info_out)
 // Text is quoted as JSON, which YAML reads; a list is JSON already.
 static dpl_status append_value(FILE *file, char kind, const char *text)
 {
-    if ((kind != 'T' && kind != 'C') || text[0] == '[') {
+    json_t *value = text[0] == '[' ? json_loads(text, 0, NULL) : NULL;
+    if ((kind != 'T' && kind != 'C') || value) {
+        json_decref(value);
         fprintf(file, "%s\n", text);
         return DPL_OK;
     }
-    json_t *value = json_string(text);
+    value = json_string(text);
     char *quoted = value ? json_dumps(value, JSON_ENCODE_ANY) : NULL;
     json_decref(value);
     if (!quoted) return dpl_fail(DPL_EINVAL, "'%s' is not UTF-8 text", text);
