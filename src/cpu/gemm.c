@@ -12,7 +12,7 @@
 #define M_BLOCK    256 // rows of the packed left operand: M_BLOCK * DPL_GEMM_KC floats in L2
 #define M_SPLIT    64  // rows are not split finer than this for more tasks
 #define P_ROUNDED  8   // panels of a block whose result is rounded to bf16 at the end
-#define TASKS      3   // a thread gets about so many: more even, but more packing
+#define TASKS      2   // a thread gets about so many: more even, but more packing
 #define COST_MIN   1e6 // multiply-adds, below which another task costs more than it brings
 #define ROWS_BYTES 8   // reading a group's weight costs about as much as so many rows
 

@@ -59,9 +59,7 @@ static inline __attribute__((always_inline)) void half_rows(size_t m, size_t n, 
     const char *fetch = ahead.p;
     size_t left = ahead.run;
     EACH(ZERO)
-    if (add) {
-        EACH(PREFETCH)
-    }
+    EACH(PREFETCH) // Also when c is only written: its lines arrive before they are needed.
     for (size_t l = 0; l < kc; ++l, a += m, b += 32) {
         _mm_prefetch(fetch, _MM_HINT_T1);
         fetch += --left ? ahead.step : ahead.jump;

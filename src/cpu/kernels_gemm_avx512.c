@@ -54,9 +54,7 @@ static inline __attribute__((always_inline)) void tile_rows(size_t m, size_t n, 
     size_t left = ahead.run;
     const __mmask16 mask0 = mask_of(n), mask1 = mask_of(n > 16 ? n - 16 : 0);
     EACH(ZERO)
-    if (add) {
-        EACH(PREFETCH)
-    }
+    EACH(PREFETCH) // Also when c is only written: its lines arrive before they are needed.
     for (size_t l = 0; l < kc; ++l, a += m, b += 32) {
         _mm_prefetch(fetch, _MM_HINT_T1);
         fetch += --left ? ahead.step : ahead.jump;
