@@ -679,7 +679,7 @@ DPL_API dpl_status dpl_trainer_step(dpl_trainer *trainer, dpl_step_metrics *metr
 /**
  * Evaluate on the evaluation data, from its beginning. Changes nothing.
  *
- * @return DPL_OK; DPL_EINVAL there is no evaluation data; DPL_ENUMERIC.
+ * @return DPL_OK; DPL_EINVAL there is no evaluation data; DPL_ENUMERIC; DPL_EINTR dpl_trainer_stop() was called.
  *
  * Collective: all ranks. Deterministic: yes. Cost: forward passes over eval_steps batches.
  */

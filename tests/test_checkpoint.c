@@ -128,6 +128,11 @@ static void resumed_run_repeats_the_straight_one(void **state)
     resumed_bits("opt_type=sgd");
 }
 
+static void stop_at_line(void *arg, const char *line)
+{
+    if (strncmp(line, "completed step: 3,", 18) == 0) dpl_trainer_stop(arg);
+}
+
 static void stop_at_two(void *arg, const dpl_step_metrics *m, int64_t n_steps)
 {
     assert_int_equal(n_steps, 12);
@@ -145,6 +150,13 @@ static void stop_request(void **state)
     check_error(dpl_trainer_run(t, &events), DPL_EINTR, "after 3 steps", "");
     dpl_trainer_close(&t);
     check_ok(dpl_checkpoint_verify(scratch_path("runs/stopped/checkpoints/2")));
+    // Once more, with an evaluation due: it is given up, the checkpoint is not.
+    run_set(config, "eval_interval=1");
+    t = run_open(ctx, config);
+    const dpl_trainer_events at_line = {.arg = t, .line = stop_at_line};
+    check_error(dpl_trainer_run(t, &at_line), DPL_EINTR, "after 4 steps", "");
+    dpl_trainer_close(&t);
+    check_ok(dpl_checkpoint_verify(scratch_path("runs/stopped/checkpoints/3")));
     t = train(config);
     dpl_trainer *straight = train(straight_config);
     run_same_state(t, straight);

@@ -295,6 +295,26 @@ static void padding_is_not_routed(void **state)
     assert_true(a.loss == c.loss && a.moe_lb_loss == c.moe_lb_loss &&
                 a.raw_grad_norm == c.raw_grad_norm);
     assert_true(a.total_weights == 48);
+    // The same tokens without any padding.
+    masks short_rows = b;
+    for (int i = 0; i < 48; i++) {
+        short_rows.ids[i] = b.ids[i / 12 * 16 + i % 12];
+        short_rows.targets[i] = b.targets[i / 12 * 16 + i % 12];
+        short_rows.in[i] = short_rows.out[i] = 1;
+    }
+    const char *path = scratch_path("short.safetensors");
+    run_write_batch(path, 4, 12, short_rows.ids, short_rows.targets, NULL, NULL);
+    dpl_config *config = run_config("dataset_type=safetensors", "load_balance_loss_weight=0.01",
+                                    "max_target_length=12", NULL);
+    run_set(config, "dataset_path=%s", path);
+    dpl_trainer *bare = run_open(ctx, config);
+    const dpl_step_metrics d = run_steps(bare, 1);
+    assert_true(fabs(a.lm_loss - d.lm_loss) < 1e-6 &&
+                fabs(a.moe_lb_loss / d.moe_lb_loss - 1) < 1e-5);
+    assert_true(fabs(a.raw_grad_norm / d.raw_grad_norm - 1) < 1e-5);
+    assert_memory_equal(bare->model->counts, padded->model->counts, 3 * 8 * sizeof(int64_t));
+    dpl_trainer_close(&bare);
+    dpl_config_close(&config);
     dpl_trainer_close(&padded);
     dpl_trainer_close(&other);
     dpl_ctx_close(&ctx);

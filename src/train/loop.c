@@ -138,7 +138,9 @@ static dpl_status evaluate(run *r, int64_t step)
     dpl_eval_metrics m;
     char line[256];
     if (!evaluates(o, step)) return DPL_OK;
-    DPL_TRY(dpl_trainer_evaluate(r->t, &m));
+    const dpl_status status = dpl_trainer_evaluate(r->t, &m);
+    if (status == DPL_EINTR) return DPL_OK; // the loop sees the request too, and saves
+    DPL_TRY(status);
     DPL_TRY(write_row(r, dpl_metrics_eval_row(step, &m)));
     dpl_format(
         line, sizeof line,

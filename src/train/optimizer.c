@@ -195,16 +195,16 @@ static dpl_adamw adam_rule(const dpl_options *o, int64_t n, double rate, double 
 {
     const double p1 = pow(o->adam_b1, (double)n), p2 = pow(o->adam_b2, (double)n);
     dpl_adamw rule = {.lr = (float)rate,
-                      .b1 = (float)o->adam_b1,
-                      .b2 = (float)o->adam_b2,
+                      .b1 = o->adam_b1,
+                      .b2 = o->adam_b2,
                       .eps = (float)o->adam_eps,
                       .eps_root = (float)o->adam_eps_root,
                       .correct1 = (float)(1 - p1),
                       .correct2 = (float)(1 - p2),
                       .grad_scale = (float)grad_scale};
     if (dpl_is(o->opt_type, "adam_pax")) { // the correction sits in the decay rates instead
-        rule.b1 = (float)(o->adam_b1 * (1 - pow(o->adam_b1, (double)(n - 1))) / (1 - p1));
-        rule.b2 = (float)(o->adam_b2 * (1 - pow(o->adam_b2, (double)(n - 1))) / (1 - p2));
+        rule.b1 = o->adam_b1 * (1 - pow(o->adam_b1, (double)(n - 1))) / (1 - p1);
+        rule.b2 = o->adam_b2 * (1 - pow(o->adam_b2, (double)(n - 1))) / (1 - p2);
         rule.correct1 = rule.correct2 = 1;
     }
     return rule;

@@ -149,6 +149,7 @@ dpl_status dpl_trainer_evaluate(dpl_trainer *t, dpl_eval_metrics *metrics_out)
     double xent = 0, n_tokens = 0;
     for (uint64_t i = 0; i < n_batches; i++) {
         dpl_loss_sums sums;
+        if (t->stop) return dpl_fail(DPL_EINTR, "stopped on request during an evaluation");
         dpl_data_eval(t->data, i * t->eval.n_batch, &t->eval);
         const dpl_status status = dpl_model_evaluate(t->model, &batch, &t->rule, NULL, &sums);
         if (status != DPL_OK)

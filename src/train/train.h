@@ -12,7 +12,7 @@
 #define DPL_TRAIN_H
 
 #include <limits.h>
-#include <signal.h>
+#include <stdatomic.h>
 
 #include "io/io.h"
 #include "model/model.h"
@@ -230,8 +230,8 @@ struct dpl_trainer {
     uint64_t position;             // training samples used so far
     double step_flops, peak_flops; // of one step; of this machine per second, 0 until measured
     char run_dir[PATH_MAX];
-    int lock_fd; // of the run directory; -1: not locked
-    volatile sig_atomic_t stop;
+    int lock_fd;      // of the run directory; -1: not locked
+    atomic_bool stop; // set by signal handlers and other threads
 };
 
 // DPL_EIO: another process has the run directory. One that does not exist yet is left for the next call.

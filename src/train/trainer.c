@@ -181,7 +181,7 @@ const char *dpl_trainer_run_dir(const dpl_trainer *trainer)
 
 void dpl_trainer_stop(dpl_trainer *trainer)
 {
-    if (trainer) trainer->stop = 1;
+    if (trainer) atomic_store(&trainer->stop, true);
 }
 
 dpl_status dpl_trainer_save(dpl_trainer *trainer)
