@@ -130,14 +130,6 @@ static void file_faults(void **state)
         assert_int_equal(scratch_count(scratch_path("ff")), 1);
     }
     assert_int_equal(n, 5); // write, sync, rename, sync of the folder; then none was left to fail
-    for (size_t i = 1;; i++) { // memory
-        dpl_fault_alloc(i);
-        const dpl_status status = dpl_write_file(path, "newer", 5);
-        dpl_fault_alloc(0);
-        assert_int_equal(scratch_count(scratch_path("ff")), 1);
-        if (status == DPL_OK) break;
-        check_error(status, DPL_ENOMEM, path, "");
-    }
 }
 
 // Needs to mount a small file system, hence root, in a mount namespace of its own.
@@ -176,31 +168,6 @@ static void full_disk(void **state)
         skip();
     }
     assert_int_equal(WEXITSTATUS(status), 0);
-}
-
-static void checksums(void **state)
-{
-    (void)state;
-    uint64_t sum, other, bytes;
-    const char *path = scratch_path("sum");
-    scratch_text(path, "abc");
-    check_ok(dpl_file_checksum(path, &sum, &bytes));
-    assert_int_equal(bytes, 3);
-    assert_true(sum == dpl_hash64("abc", 3, 0));
-    const size_t n = ((size_t)1 << 20) + 5; // two blocks
-    char *data = calloc(n, 1);
-    scratch_write(path, data, n);
-    check_ok(dpl_file_checksum(path, &sum, &bytes));
-    assert_int_equal(bytes, n);
-    for (size_t i = 0; i < n; i += n - 1) { // the first and the last byte
-        data[i] = 1;
-        scratch_write(path, data, n);
-        check_ok(dpl_file_checksum(path, &other, &bytes));
-        assert_true(other != sum);
-        data[i] = 0;
-    }
-    free(data);
-    check_error(dpl_file_checksum(scratch_path("none"), &sum, &bytes), DPL_EIO, "none", "");
 }
 
 /* ---- directories ---------------------------------------------------------------------------- */
@@ -584,30 +551,16 @@ static void yaml_bad(void **state)
     check_error(dpl_yaml_read(scratch_path("c.yml"), note_pair, NULL), DPL_EFORMAT, "c.yml", "");
 }
 
-static void yaml_memory(void **state)
-{
-    (void)state;
-    for (size_t i = 1;; i++) {
-        dpl_fault_alloc(i);
-        const dpl_status status = read_yaml("a: 1\nb: [1, 2]\n", NULL);
-        dpl_fault_alloc(0);
-        if (status == DPL_OK) break;
-        check_error(status, DPL_ENOMEM, "c.yml", "");
-    }
-    assert_string_equal(yaml_text, "1:a=1|2:b=[1, 2]|");
-}
-
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(maps),         cmocka_unit_test(folders),
         cmocka_unit_test(long_paths),   cmocka_unit_test(odd_names),
         cmocka_unit_test(file_faults),  cmocka_unit_test(full_disk),
-        cmocka_unit_test(checksums),    cmocka_unit_test(stage_faults),
-        cmocka_unit_test(killed_saves), cmocka_unit_test(floats),
-        cmocka_unit_test(integers),     cmocka_unit_test(comma_locale),
-        cmocka_unit_test(json_files),   cmocka_unit_test(yaml_good),
-        cmocka_unit_test(yaml_bad),     cmocka_unit_test(yaml_memory),
+        cmocka_unit_test(stage_faults), cmocka_unit_test(killed_saves),
+        cmocka_unit_test(floats),       cmocka_unit_test(integers),
+        cmocka_unit_test(comma_locale), cmocka_unit_test(json_files),
+        cmocka_unit_test(yaml_good),    cmocka_unit_test(yaml_bad),
     };
     return cmocka_run_group_tests(tests, scratch_open, scratch_close);
 }

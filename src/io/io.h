@@ -9,6 +9,7 @@
 #define DPL_IO_H
 
 #include <jansson.h>
+#include <limits.h>
 #include <stdio.h>
 
 #include "base/base.h"
@@ -26,34 +27,29 @@ bool dpl_path_exists(const char *path);
 bool dpl_path_is_dir(const char *path);
 dpl_status dpl_make_dirs(const char *path); // like mkdir -p
 dpl_status dpl_remove_tree(const char *path);
-// "DIR/NAME" into out, which holds PATH_MAX bytes; a longer path is an error, as it is in all
-// functions here.
+// "DIR/NAME" into out, which holds PATH_MAX bytes and may be dir; a longer path is an error, as it
+// is in all functions here.
 dpl_status dpl_path_join(const char *dir, const char *name, char *out);
 
 // A file that appears under its name at commit, synced, or not at all. Until then its bytes are in
-// "DIR/.NAME.tmp".
+// "DIR/.NAME.tmp". Commit abandons when it fails; abandon after commit does nothing.
 typedef struct dpl_out {
-    char *path, *temp;
+    char path[PATH_MAX], dir[PATH_MAX], temp[PATH_MAX];
     int fd;
 } dpl_out;
 dpl_status dpl_out_open(const char *path, dpl_out *out);
 dpl_status dpl_out_write(dpl_out *out, const void *data, size_t bytes);
-// After a failure too, `out` is done with and the temporary file is gone.
 dpl_status dpl_out_commit(dpl_out *out);
 void dpl_out_abandon(dpl_out *out);
 // The same for bytes that are all there.
 dpl_status dpl_write_file(const char *path, const void *data, size_t bytes);
-dpl_status dpl_sync_dir(const char *path);
 // An all-or-nothing directory: stage gives an empty "PARENT/.NAME.tmp" to be filled, commit syncs
-// all files in it and renames it to PARENT/NAME (replacing an older one only after the new one is
-// whole); abandon removes it. After a failed commit the caller abandons. Replacing needs a file
-// system that can swap two names (DPL_ENOSUP). A kill at any moment leaves either the old directory
-// or the new one under the final name.
+// all in it and gives it the final name, which has either the old directory or the new one at any
+// moment. After a failed commit the caller abandons, which removes the staged one. Replacing needs
+// a file system that can swap two names (DPL_ENOSUP).
 dpl_status dpl_stage_open(const char *final_path, char *staged_path_out, size_t path_size);
 dpl_status dpl_stage_commit(const char *staged_path, const char *final_path);
 void dpl_stage_abandon(const char *staged_path);
-// 64-bit checksum of a file's bytes (dpl_hash64 over blocks), and its size.
-dpl_status dpl_file_checksum(const char *path, uint64_t *sum_out, uint64_t *bytes_out);
 // Tests: the n-th write, sync or rename from now fails with ENOSPC, once; a write leaves half its
 // bytes (0: off).
 void dpl_fault_write(size_t nth);
@@ -79,31 +75,24 @@ dpl_status dpl_yaml_read(const char *path, dpl_yaml_fn fn, void *arg);
 dpl_status dpl_parse_f64(const char *text, double *value_out);
 dpl_status dpl_parse_i64(const char *text, int64_t *value_out);
 
-/* ---- safetensors (safetensors.c) ------------------------------------------------------------- */
+/* ---- safetensors (st_read.c, st_write.c) ----------------------------------------------------- */
 
+#define DPL_ST_DTYPE_MAP(X)                                                                      \
+    X(BOOL, 1) X(U8, 1) X(I8, 1) X(F8_E5M2, 1) X(F8_E4M3, 1) X(F8_E8M0, 1) X(I16, 2) X(U16, 2)   \
+    X(F16, 2) X(BF16, 2) X(I32, 4) X(U32, 4) X(F32, 4) X(F64, 8) X(I64, 8) X(U64, 8)
 typedef enum dpl_st_dtype {
-    DPL_ST_BOOL,
-    DPL_ST_U8,
-    DPL_ST_I8,
-    DPL_ST_F8_E5M2,
-    DPL_ST_F8_E4M3,
-    DPL_ST_F8_E8M0,
-    DPL_ST_I16,
-    DPL_ST_U16,
-    DPL_ST_F16,
-    DPL_ST_BF16,
-    DPL_ST_I32,
-    DPL_ST_U32,
-    DPL_ST_F32,
-    DPL_ST_F64,
-    DPL_ST_I64,
-    DPL_ST_U64,
+#define DPL_ST_ENUM(id, bytes) DPL_ST_##id,
+    DPL_ST_DTYPE_MAP(DPL_ST_ENUM)
+#undef DPL_ST_ENUM
     DPL_ST_N
 } dpl_st_dtype;
 const char *dpl_st_dtype_name(dpl_st_dtype dtype); // "F32"
 size_t dpl_st_dtype_bytes(dpl_st_dtype dtype);
 
-#define DPL_ST_RANK_MAX 8
+#define DPL_ST_RANK_MAX   8
+#define DPL_ST_HEADER_MAX ((uint64_t)100000000) // bytes
+#define DPL_ST_SINGLE     "model.safetensors"
+#define DPL_ST_INDEX      DPL_ST_SINGLE ".index.json"
 typedef struct dpl_st_tensor {
     const char *name; // owned by the file (reader) or the caller (writer)
     dpl_st_dtype dtype;
@@ -113,6 +102,8 @@ typedef struct dpl_st_tensor {
     uint64_t bytes;
 } dpl_st_tensor;
 size_t dpl_st_elems(const dpl_st_tensor *tensor);
+// product(shape) * dtype. False: dtype or shape is not valid, or the size exceeds 63 bits.
+bool dpl_st_shape_bytes(const dpl_st_tensor *tensor, uint64_t *bytes_out);
 
 typedef struct dpl_st_file dpl_st_file;
 // Checks everything: header size (< 100 MB and inside the file), UTF-8, JSON, duplicates, dtype,
@@ -120,7 +111,7 @@ typedef struct dpl_st_file dpl_st_file;
 dpl_status dpl_st_open(const char *path, dpl_st_file **file_out);
 void dpl_st_close(dpl_st_file **file);
 size_t dpl_st_count(const dpl_st_file *file);
-const dpl_st_tensor *dpl_st_at(const dpl_st_file *file, size_t i);           // in file order
+const dpl_st_tensor *dpl_st_at(const dpl_st_file *file, size_t i);           // by name
 const dpl_st_tensor *dpl_st_find(const dpl_st_file *file, const char *name); // NULL: none
 const char *dpl_st_path(const dpl_st_file *file);
 const char *dpl_st_metadata(const dpl_st_file *file, const char *key); // NULL: none
@@ -137,12 +128,10 @@ dpl_status dpl_st_create(const char *path, const dpl_st_tensor *tensors, size_t 
                          const char *const *metadata /* key, value, ..., NULL; or NULL */,
                          dpl_st_writer **writer_out);
 dpl_status dpl_st_append(dpl_st_writer *writer, const void *data, size_t bytes);
-uint64_t dpl_st_appended(const dpl_st_writer *writer); // bytes so far
 dpl_status dpl_st_finish(dpl_st_writer **writer); // checks that every byte came; closes in any case
 void dpl_st_abandon(dpl_st_writer **writer);
 
-/* ---- a model directory's weights: one file, or shards with an index (shards.c) --------------- */
-
+// A model directory's weights, one file or shards with an index:
 // model.safetensors (which wins if both are there), or model.safetensors.index.json and the shards
 // that it names: the index decides which file holds a tensor; a shard missing on disk, a name
 // absent from its shard, or a tensor in a listed shard that the index does not name is an error.
@@ -157,8 +146,8 @@ const dpl_st_tensor *dpl_shards_find(const dpl_shards *shards, const char *name,
 
 // Writes tensors to `dir` as model.safetensors, or as shards of at most shard_bytes (0: no limit; a
 // larger tensor has a shard of its own) with an index, and removes what an earlier call left there
-// under other names. `fill` is called once for each tensor and appends its bytes: wider dtypes
-// first, so that every tensor is aligned in its file, else in order.
+// under other names. `fill` appends the bytes of a tensor: wider dtypes come first, so that every
+// tensor is aligned in its file, else the order stays.
 typedef dpl_status (*dpl_fill_fn)(void *arg, size_t i_tensor, dpl_st_writer *writer);
 dpl_status dpl_shards_write(const char *dir, const dpl_st_tensor *tensors, size_t n_tensors,
                             size_t shard_bytes, dpl_fill_fn fill, void *arg);

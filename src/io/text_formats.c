@@ -5,8 +5,8 @@
  * error gets the file and line. Numbers are ours because a library's idea of one depends on the
  * process's locale (0,1) or on YAML 1.1 (2e-5 is a string there).
  */
+#include <ctype.h>
 #include <errno.h>
-#include <limits.h>
 #include <locale.h>
 #include <stdlib.h>
 #include <yaml.h>
@@ -19,83 +19,53 @@
 
 /* ---- numbers -------------------------------------------------------------------------------- */
 
-static bool is_digit(char c, int base)
+// Copies a number without the underscores between its digits; false: other ones, or too long.
+static bool drop_underscores(const char *text, bool hex, char *plain)
 {
-    const char lower = (char)(c | 0x20);
-    return (c >= '0' && c <= '9') || (base == 16 && lower >= 'a' && lower <= 'f');
+    int (*const is_digit)(int) = hex ? isxdigit : isdigit;
+    if (strlen(text) >= NUMBER_CHARS_MAX) return false;
+    for (size_t i = 0; text[i]; i++) {
+        if (text[i] != '_')
+            *plain++ = text[i];
+        else if (i == 0 || !is_digit((uint8_t)text[i - 1]) || !is_digit((uint8_t)text[i + 1]))
+            return false;
+    }
+    *plain = '\0';
+    return true;
 }
 
 dpl_status dpl_parse_i64(const char *text, int64_t *value_out)
 {
-    const char *at = text;
-    const bool minus = *at == '-';
-    if (*at == '-' || *at == '+') at++;
-    const int base = at[0] == '0' && (at[1] | 0x20) == 'x' ? 16 : 10;
-    if (base == 16) at += 2;
-    if (!is_digit(*at, base) || (base == 10 && at[0] == '0' && at[1] != '\0'))
+    char plain[NUMBER_CHARS_MAX], *end;
+    const char *digits = text + (*text == '-' || *text == '+');
+    const bool hex = digits[0] == '0' && (digits[1] | 0x20) == 'x';
+    if (!isdigit((uint8_t)*digits) || (*digits == '0' && digits[1] && !hex) ||
+        !drop_underscores(text, hex, plain))
         return dpl_fail(DPL_EINVAL, "'%.60s' is not an integer", text);
-    const uint64_t limit = (uint64_t)INT64_MAX + minus;
-    uint64_t value = 0;
-    for (; *at; at++) {
-        // The character before an underscore is a digit already.
-        if (*at == '_' && is_digit(at[1], base)) continue;
-        if (!is_digit(*at, base)) return dpl_fail(DPL_EINVAL, "'%.60s' is not an integer", text);
-        const int digit = *at <= '9' ? *at - '0' : (*at | 0x20) - 'a' + 10;
-        if (__builtin_mul_overflow(value, (uint64_t)base, &value) ||
-            __builtin_add_overflow(value, (uint64_t)digit, &value) || value > limit)
-            return dpl_fail(DPL_EINVAL, "'%.60s' does not fit in 64 bits", text);
-    }
-    *value_out = minus ? (int64_t)(0 - value) : (int64_t)value;
+    errno = 0;
+    const long long value = strtoll(plain, &end, hex ? 16 : 10);
+    if (*end) return dpl_fail(DPL_EINVAL, "'%.60s' is not an integer", text);
+    if (errno != 0) return dpl_fail(DPL_EINVAL, "'%.60s' does not fit in 64 bits", text);
+    *value_out = value;
     return DPL_OK;
-}
-
-// Copies digits to *to, dropping underscores between them; returns how many digits there were.
-static size_t copy_digits(const char **from, char **to)
-{
-    size_t n = 0;
-    for (;; (*from)++) {
-        if (is_digit(**from, 10))
-            *(*to)++ = **from, n++;
-        else if (!(**from == '_' && n > 0 && is_digit((*from)[1], 10)))
-            return n;
-    }
-}
-
-// Checks the form of a decimal number and copies it to `plain` without its underscores.
-static bool plain_number(const char *text, char *plain)
-{
-    if (strlen(text) >= NUMBER_CHARS_MAX) return false;
-    const char *at = text;
-    if (*at == '-' || *at == '+') *plain++ = *at++;
-    size_t n_digits = copy_digits(&at, &plain);
-    if (*at == '.') {
-        *plain++ = *at++;
-        n_digits += copy_digits(&at, &plain);
-    }
-    if (n_digits == 0) return false;
-    if ((*at | 0x20) == 'e') {
-        *plain++ = *at++;
-        if (*at == '-' || *at == '+') *plain++ = *at++;
-        if (copy_digits(&at, &plain) == 0) return false;
-    }
-    *plain = '\0';
-    return *at == '\0';
 }
 
 dpl_status dpl_parse_f64(const char *text, double *value_out)
 {
-    char plain[NUMBER_CHARS_MAX];
+    char plain[NUMBER_CHARS_MAX], *end = plain;
     int64_t integer;
-    if (!plain_number(text, plain)) { // Hexadecimal is left.
-        if (dpl_parse_i64(text, &integer) != DPL_OK)
-            return dpl_fail(DPL_EINVAL, "'%.60s' is not a finite number", text);
+    if (strpbrk(text, "xX") && dpl_parse_i64(text, &integer) == DPL_OK) {
         *value_out = (double)integer;
         return DPL_OK;
     }
+    // What strtod takes beyond these characters (spaces, nan, 0x1p3) is no number here.
+    if (text[strspn(text, "0123456789+-.eE_")] || !drop_underscores(text, false, plain))
+        return dpl_fail(DPL_EINVAL, "'%.60s' is not a finite number", text);
     const locale_t c_locale = newlocale(LC_ALL_MASK, "C", (locale_t)0);
     if (!c_locale) return dpl_fail(DPL_ENOMEM, "no memory to read the number '%.60s'", text);
-    const double value = strtod_l(plain, NULL, c_locale);
+    const double value = strtod_l(plain, &end, c_locale);
     freelocale(c_locale);
+    if (end == plain || *end) return dpl_fail(DPL_EINVAL, "'%.60s' is not a finite number", text);
     if (value - value != 0.0)
         return dpl_fail(DPL_EINVAL, "'%.60s' is larger than any finite number", text);
     *value_out = value;
@@ -154,57 +124,58 @@ static dpl_status fail_here(const yaml_reader *reader, const char *what)
     return dpl_fail(DPL_EFORMAT, "%s:%d: %s", reader->path, event_line(reader), what);
 }
 
+static dpl_status fail_memory(const yaml_reader *reader)
+{
+    return dpl_fail(DPL_ENOMEM, "no memory to read %s", reader->path);
+}
+
+// Moves to the next event, which is none that would be more than plain text and lists.
 static dpl_status next_event(yaml_reader *reader)
 {
-    yaml_event_delete(&reader->event);
-    if (yaml_parser_parse(&reader->parser, &reader->event)) return DPL_OK;
     const yaml_parser_t *p = &reader->parser;
-    if (p->error == YAML_MEMORY_ERROR)
-        return dpl_fail(DPL_ENOMEM, "no memory to read %s", reader->path);
-    if (p->error == YAML_READER_ERROR)
-        return dpl_fail(DPL_EFORMAT, "%s: byte %zu: %s", reader->path, p->problem_offset,
-                        p->problem);
-    return dpl_fail(DPL_EFORMAT, "%s:%zu: %s", reader->path, p->problem_mark.line + 1,
-                    p->problem ? p->problem : "not YAML");
-}
-
-static dpl_status refuse_extras(const yaml_reader *reader, const yaml_char_t *anchor,
-                                const yaml_char_t *tag)
-{
-    if (anchor) return fail_here(reader, "anchors are not supported");
-    return tag ? fail_here(reader, "tags are not supported") : DPL_OK;
-}
-
-// The text of a scalar event; anything that would not be plain text is refused.
-static dpl_status scalar_text(const yaml_reader *reader, const char **text_out)
-{
-    const yaml_event_t *event = &reader->event;
-    if (event->type == YAML_ALIAS_EVENT) return fail_here(reader, "aliases are not supported");
-    if (event->type != YAML_SCALAR_EVENT) return fail_here(reader, "expected a plain value");
-    DPL_TRY(refuse_extras(reader, event->data.scalar.anchor, event->data.scalar.tag));
-    const char *text = (const char *)event->data.scalar.value;
-    if (strlen(text) != event->data.scalar.length) return fail_here(reader, "a NUL in the text");
-    *text_out = text;
+    const yaml_event_t *e = &reader->event;
+    yaml_event_delete(&reader->event);
+    if (!yaml_parser_parse(&reader->parser, &reader->event)) {
+        if (p->error == YAML_MEMORY_ERROR) return fail_memory(reader);
+        if (p->error == YAML_READER_ERROR)
+            return dpl_fail(DPL_EFORMAT, "%s: byte %zu: %s", reader->path, p->problem_offset,
+                            p->problem);
+        return dpl_fail(DPL_EFORMAT, "%s:%zu: %s", reader->path, p->problem_mark.line + 1,
+                        p->problem ? p->problem : "not YAML");
+    }
+    if (e->type == YAML_ALIAS_EVENT) return fail_here(reader, "aliases are not supported");
+    if (e->type != YAML_SCALAR_EVENT && e->type != YAML_SEQUENCE_START_EVENT &&
+        e->type != YAML_MAPPING_START_EVENT)
+        return DPL_OK;
+    // The data of these three begin alike.
+    if (e->data.scalar.anchor) return fail_here(reader, "anchors are not supported");
+    if (e->data.scalar.tag) return fail_here(reader, "tags are not supported");
+    if (e->type == YAML_SCALAR_EVENT &&
+        strlen((char *)e->data.scalar.value) != e->data.scalar.length)
+        return fail_here(reader, "a NUL in the text");
     return DPL_OK;
 }
 
-static bool is_plain(const yaml_reader *reader)
+// The text of a scalar event; NULL after wording the error.
+static const char *scalar_text(const yaml_reader *reader)
 {
-    return reader->event.data.scalar.style == YAML_PLAIN_SCALAR_STYLE;
+    if (reader->event.type == YAML_SCALAR_EVENT) return (char *)reader->event.data.scalar.value;
+    (void)fail_here(reader, "expected a plain value");
+    return NULL;
 }
 
-static bool is_null(const char *text)
+static bool is_null(const yaml_reader *reader, const char *text)
 {
-    return !*text || !strcmp(text, "~") || !strcmp(text, "null") || !strcmp(text, "Null") ||
-           !strcmp(text, "NULL");
+    return reader->event.data.scalar.style == YAML_PLAIN_SCALAR_STYLE &&
+           (!*text || !strcmp(text, "~") || !strcasecmp(text, "null"));
 }
 
-static json_t *scalar_json(const char *text, bool plain)
+static json_t *scalar_json(const yaml_reader *reader, const char *text)
 {
     int64_t integer;
     double real;
-    if (!plain) return json_string(text);
-    if (is_null(text)) return json_null();
+    if (reader->event.data.scalar.style != YAML_PLAIN_SCALAR_STYLE) return json_string(text);
+    if (is_null(reader, text)) return json_null();
     if (!strcasecmp(text, "true")) return json_true();
     if (!strcasecmp(text, "false")) return json_false();
     if (dpl_parse_i64(text, &integer) == DPL_OK) return json_integer(integer);
@@ -212,50 +183,39 @@ static json_t *scalar_json(const char *text, bool plain)
     return json_string(text);
 }
 
-// From a sequence's start event to its end event.
-static dpl_status read_sequence(yaml_reader *reader, int depth, json_t **array_out)
+// Appends what stands between a sequence's start event and its end event.
+static dpl_status read_sequence(yaml_reader *reader, int depth, json_t *array)
 {
     if (depth > YAML_DEPTH_MAX) return fail_here(reader, "lists are nested too deep");
-    DPL_TRY(refuse_extras(reader, reader->event.data.sequence_start.anchor,
-                          reader->event.data.sequence_start.tag));
-    json_t *array = json_array();
-    if (!array) return dpl_fail(DPL_ENOMEM, "no memory to read %s", reader->path);
-    dpl_status status;
-    while ((status = next_event(reader)) == DPL_OK &&
-           reader->event.type != YAML_SEQUENCE_END_EVENT) {
-        json_t *item = NULL;
-        const char *text;
-        if (reader->event.type == YAML_SEQUENCE_START_EVENT)
-            status = read_sequence(reader, depth + 1, &item);
-        else if ((status = scalar_text(reader, &text)) == DPL_OK)
-            item = scalar_json(text, is_plain(reader));
-        if (status == DPL_OK && json_array_append_new(array, item) != 0)
-            status = dpl_fail(DPL_ENOMEM, "no memory to read %s", reader->path);
-        if (status != DPL_OK) break;
+    for (;;) {
+        DPL_TRY(next_event(reader));
+        if (reader->event.type == YAML_SEQUENCE_END_EVENT) return DPL_OK;
+        const bool nested = reader->event.type == YAML_SEQUENCE_START_EVENT;
+        const char *text = nested ? "" : scalar_text(reader);
+        if (!text) return DPL_EFORMAT;
+        json_t *item = nested ? json_array() : scalar_json(reader, text);
+        if (json_array_append_new(array, item) != 0) return fail_memory(reader);
+        if (nested) DPL_TRY(read_sequence(reader, depth + 1, item));
     }
-    if (status == DPL_OK)
-        *array_out = array;
-    else
-        json_decref(array);
-    return status;
 }
 
 // Hands key and value to the caller; the current event is the value's first.
 static dpl_status read_value(yaml_reader *reader, const char *key, int line)
 {
-    const char *text;
+    const char *text = NULL;
     char *json_text = NULL;
     if (reader->event.type == YAML_MAPPING_START_EVENT)
         return fail_here(reader, "a mapping inside the mapping; keys must be flat");
     if (reader->event.type == YAML_SEQUENCE_START_EVENT) {
-        json_t *array;
-        DPL_TRY(read_sequence(reader, 1, &array));
-        text = json_text = json_dumps(array, JSON_ENCODE_ANY);
+        json_t *array = json_array();
+        dpl_status status = array ? read_sequence(reader, 1, array) : fail_memory(reader);
+        if (status == DPL_OK && !(text = json_text = json_dumps(array, 0)))
+            status = fail_memory(reader);
         json_decref(array);
-        if (!text) return dpl_fail(DPL_ENOMEM, "no memory to read %s", reader->path);
+        DPL_TRY(status);
     } else {
-        DPL_TRY(scalar_text(reader, &text));
-        if (is_plain(reader) && is_null(text)) text = "";
+        if (!(text = scalar_text(reader))) return DPL_EFORMAT;
+        if (is_null(reader, text)) text = "";
     }
     const dpl_status status = reader->fn(reader->arg, key, text, line);
     free(json_text);
@@ -264,27 +224,22 @@ static dpl_status read_value(yaml_reader *reader, const char *key, int line)
 
 static dpl_status read_mapping(yaml_reader *reader)
 {
-    DPL_TRY(refuse_extras(reader, reader->event.data.mapping_start.anchor,
-                          reader->event.data.mapping_start.tag));
     for (;;) {
         DPL_TRY(next_event(reader));
         if (reader->event.type == YAML_MAPPING_END_EVENT) return DPL_OK;
-        const char *text;
-        DPL_TRY(scalar_text(reader, &text));
+        const char *text = scalar_text(reader);
+        if (!text) return DPL_EFORMAT;
         const int line = event_line(reader);
         const json_t *earlier = json_object_get(reader->seen, text);
         if (earlier)
             return dpl_fail(DPL_EFORMAT, "%s:%d: the key '%s' stands on line %lld already",
                             reader->path, line, text, (long long)json_integer_value(earlier));
-        char *key = dpl_strdup(text);
-        if (!key || json_object_set_new(reader->seen, text, json_integer(line)) != 0) {
-            dpl_free(key);
-            return dpl_fail(DPL_ENOMEM, "no memory to read %s", reader->path);
-        }
-        dpl_status status = next_event(reader);
-        if (status == DPL_OK) status = read_value(reader, key, line);
-        dpl_free(key);
-        DPL_TRY(status);
+        if (json_object_set_new(reader->seen, text, json_integer(line)) != 0)
+            return fail_memory(reader);
+        // The object's copy of the key lives on when the event goes.
+        const char *key = json_object_iter_key(json_object_iter_at(reader->seen, text));
+        DPL_TRY(next_event(reader));
+        DPL_TRY(read_value(reader, key, line));
     }
 }
 
@@ -294,14 +249,10 @@ static dpl_status read_document(yaml_reader *reader)
     DPL_TRY(next_event(reader));
     if (reader->event.type == YAML_STREAM_END_EVENT) return DPL_OK; // Nothing but comments.
     DPL_TRY(next_event(reader));
-    if (reader->event.type == YAML_MAPPING_START_EVENT) {
+    if (reader->event.type == YAML_MAPPING_START_EVENT)
         DPL_TRY(read_mapping(reader));
-    } else {
-        const char *text = "";
-        if (reader->event.type == YAML_SCALAR_EVENT) DPL_TRY(scalar_text(reader, &text));
-        if (reader->event.type != YAML_SCALAR_EVENT || *text)
-            return fail_here(reader, "expected lines of the form 'key: value'");
-    }
+    else if (reader->event.type != YAML_SCALAR_EVENT || reader->event.data.scalar.length > 0)
+        return fail_here(reader, "expected lines of the form 'key: value'");
     DPL_TRY(next_event(reader)); // document end
     DPL_TRY(next_event(reader));
     if (reader->event.type != YAML_STREAM_END_EVENT) return fail_here(reader, "a second document");
@@ -318,7 +269,7 @@ dpl_status dpl_yaml_read(const char *path, dpl_yaml_fn fn, void *arg)
         status = dpl_fail(DPL_EFORMAT, "%s: %zu bytes; a configuration has at most %zu", path,
                           map.bytes, YAML_BYTES_MAX);
     } else if (!(reader.seen = json_object()) || !yaml_parser_initialize(&reader.parser)) {
-        status = dpl_fail(DPL_ENOMEM, "no memory to read %s", path);
+        status = fail_memory(&reader);
     } else {
         yaml_parser_set_input_string(&reader.parser, map.data, map.bytes);
         status = read_document(&reader);

@@ -25,7 +25,7 @@
 #define VERSION_U32  7 // llm.c's own number for this magic; version 1 is read as well
 
 typedef struct piece {
-    uint64_t first; // its first token
+    uint64_t first; // its first token; stands first, as find_start() wants it
     const uint8_t *data;
     int width;      // bytes of a token
     dpl_map map;    // data is in here,
@@ -38,29 +38,24 @@ struct dpl_source {
     int bin_width;
     size_t vocab;
     piece *pieces;
-    size_t n_pieces, pieces_room;
     uint64_t *documents; // the first token of each
-    size_t n_documents, documents_room;
+    size_t n_pieces, n_documents;
     uint64_t n_tokens;
-    size_t n_mappings, n_empty, n_other; // n_other: files of a folder that are no shards
+    size_t n_empty, n_other; // n_other: files of a folder that are no shards
 };
 
-// Makes room for one more element.
-static dpl_status grow(void *array, size_t *room, size_t n, size_t size)
+// Makes room for one more element; the room doubles whenever it is full, at powers of two.
+static dpl_status grow(void *array, size_t n, size_t size)
 {
-    if (n < *room) return DPL_OK;
-    const size_t new_room = DPL_MAX(2 * n, (size_t)64);
-    void *old, *larger = dpl_alloc_array(new_room, size);
-    if (!larger) return dpl_fail(DPL_ENOMEM, "no memory for %zu files of data", new_room);
+    if (n & (n - 1)) return DPL_OK;
+    void *old, *larger = dpl_alloc_array(n > 0 ? 2 * n : 1, size);
+    if (!larger) return dpl_fail(DPL_ENOMEM, "no memory for %zu files of data", n + 1);
     memcpy(&old, array, sizeof old);
     if (n > 0) memcpy(larger, old, n * size);
     memcpy(array, &larger, sizeof larger);
     dpl_free(old);
-    *room = new_room;
     return DPL_OK;
 }
-
-/* ---- checking tokens ------------------------------------------------------------------------ */
 
 static uint32_t load_token(const uint8_t *data, int width, size_t i)
 {
@@ -71,55 +66,37 @@ static uint32_t load_token(const uint8_t *data, int width, size_t i)
     return memcpy(&v32, data + 4 * i, 4), v32;
 }
 
-// The first token that is not below vocab, or n. Blocks without one pass in a loop without exits.
+// The first token that is not below vocab, or n.
 static size_t find_bad(const uint8_t *data, int width, size_t n, size_t vocab)
 {
     if (width < 4 && vocab >= (size_t)1 << (8 * width)) return n;
-    for (size_t start = 0; start < n; start += 4096) {
-        const size_t end = DPL_MIN(n, start + 4096);
-        uint32_t max = 0;
-        if (width == 1)
-            for (size_t i = start; i < end; i++)
-                max = DPL_MAX(max, load_token(data, 1, i));
-        else if (width == 2)
-            for (size_t i = start; i < end; i++)
-                max = DPL_MAX(max, load_token(data, 2, i));
-        else
-            for (size_t i = start; i < end; i++)
-                max = DPL_MAX(max, load_token(data, 4, i));
-        if (max < vocab) continue;
-        while (load_token(data, width, start) < vocab)
-            start++;
-        return start;
-    }
-    return n;
+    size_t i = 0;
+    while (i < n && load_token(data, width, i) < vocab)
+        i++;
+    return i;
 }
 
-// Finds a shard's width and where its tokens start.
+/* ---- adding files --------------------------------------------------------------------------- */
+
+// Finds a shard's width, unless it is given, and where its tokens start.
 static dpl_status bin_layout(const char *path, const dpl_map *map, int *width, size_t *offset)
 {
     uint32_t head[3] = {0};
     memcpy(head, map->data, DPL_MIN(map->bytes, sizeof head));
-    const bool magic = head[0] == MAGIC_U16 || head[0] == MAGIC_U32;
+    const bool magic = map->bytes >= HEADER_BYTES &&
+                       (head[0] == MAGIC_U16 || head[0] == MAGIC_U32);
+    if (magic && *width != 0)
+        return dpl_fail(DPL_EFORMAT, "%s: byte 0: a header, though the width is given; leave the "
+                        "width out", path);
     if (*width != 0) {
-        if (magic && map->bytes >= HEADER_BYTES)
-            return dpl_fail(DPL_EFORMAT,
-                            "%s: byte 0: a header, though the width is given; "
-                            "leave the width out",
-                            path);
-        if (map->bytes % (size_t)*width != 0)
-            return dpl_fail(DPL_EFORMAT,
-                            "%s: byte %zu: half a token; %zu bytes are no multiple of "
-                            "%d",
-                            path, map->bytes - map->bytes % (size_t)*width, map->bytes, *width);
-        *offset = 0;
-        return DPL_OK;
+        const size_t half = map->bytes % (size_t)*width;
+        if (half == 0) return DPL_OK;
+        return dpl_fail(DPL_EFORMAT, "%s: byte %zu: half a token; %zu bytes are no multiple of %d",
+                        path, map->bytes - half, map->bytes, *width);
     }
-    if (!magic || map->bytes < HEADER_BYTES)
-        return dpl_fail(DPL_EFORMAT,
-                        "%s: byte 0: no token header (magic %d or %d); a headerless "
-                        "file needs its width given",
-                        path, MAGIC_U16, MAGIC_U32);
+    if (!magic)
+        return dpl_fail(DPL_EFORMAT, "%s: byte 0: no token header (magic %d or %d); a headerless "
+                        "file needs its width given", path, MAGIC_U16, MAGIC_U32);
     const uint32_t version = head[0] == MAGIC_U16 ? VERSION_U16 : VERSION_U32;
     if (head[1] != version && head[1] != 1)
         return dpl_fail(DPL_EFORMAT, "%s: byte 4: version %u, expected %u", path, head[1], version);
@@ -131,26 +108,27 @@ static dpl_status bin_layout(const char *path, const dpl_map *map, int *width, s
     return DPL_OK;
 }
 
-/* ---- adding files --------------------------------------------------------------------------- */
+static piece *add_piece(dpl_source *source, int width, const uint8_t *data)
+{
+    if (grow(&source->pieces, source->n_pieces, sizeof(piece)) != DPL_OK) return NULL;
+    piece *p = &source->pieces[source->n_pieces++];
+    *p = (piece){.first = source->n_tokens, .data = data, .width = width};
+    return p;
+}
 
 // Copies a small file behind the last ones, or into a new block. One block has one width.
 static dpl_status add_copy(dpl_source *source, const uint8_t *data, size_t bytes, int width)
 {
     piece *last = source->n_pieces > 0 ? &source->pieces[source->n_pieces - 1] : NULL;
-    if (!last || !last->block || last->width != width || last->block_left < bytes) {
-        DPL_TRY(grow(&source->pieces, &source->pieces_room, source->n_pieces, sizeof(piece)));
+    if (!last || last->width != width || last->block_left < bytes) {
         const size_t block_bytes = DPL_MAX(bytes, BLOCK_BYTES);
-        uint8_t *block = dpl_alloc(block_bytes);
-        if (!block) return dpl_fail(DPL_ENOMEM, "no memory for a block of %zu bytes", block_bytes);
-        last = &source->pieces[source->n_pieces++];
-        *last = (piece){.first = source->n_tokens,
-                        .data = block,
-                        .width = width,
-                        .block = block,
-                        .block_left = block_bytes};
+        if (!(last = add_piece(source, width, NULL))) return DPL_ENOMEM;
+        last->data = last->block = dpl_alloc(block_bytes);
+        last->block_left = block_bytes;
+        if (!last->block)
+            return dpl_fail(DPL_ENOMEM, "no memory for a block of %zu bytes", block_bytes);
     }
-    const size_t used = (size_t)(source->n_tokens - last->first) * (size_t)width;
-    memcpy(last->block + used, data, bytes);
+    memcpy(last->block + (source->n_tokens - last->first) * (uint64_t)width, data, bytes);
     last->block_left -= bytes;
     return DPL_OK;
 }
@@ -172,15 +150,13 @@ static dpl_status add_data(dpl_source *source, const char *path, dpl_map *map)
     if (bad < n)
         return dpl_fail(DPL_EFORMAT, "%s: byte %zu: token %u, but the vocabulary has %zu", path,
                         offset + bad * (size_t)width, load_token(data, width, bad), source->vocab);
-    DPL_TRY(grow(&source->documents, &source->documents_room, source->n_documents,
-                 sizeof *source->documents));
-    if (bytes < SMALL_BYTES || source->n_mappings >= MAPPINGS_MAX) {
+    DPL_TRY(grow(&source->documents, source->n_documents, sizeof *source->documents));
+    if (bytes < SMALL_BYTES || source->n_pieces >= MAPPINGS_MAX) {
         DPL_TRY(add_copy(source, data, bytes, width));
     } else {
-        DPL_TRY(grow(&source->pieces, &source->pieces_room, source->n_pieces, sizeof(piece)));
-        source->pieces[source->n_pieces++] = (piece){
-            .first = source->n_tokens, .data = data, .width = width, .map = *map};
-        source->n_mappings++;
+        piece *p = add_piece(source, width, data);
+        if (!p) return DPL_ENOMEM;
+        p->map = *map;
         *map = (dpl_map){NULL, 0};
     }
     source->documents[source->n_documents++] = source->n_tokens;
@@ -199,64 +175,21 @@ static dpl_status add_file(dpl_source *source, const char *path)
 
 /* ---- walking a folder ----------------------------------------------------------------------- */
 
-typedef struct folder {
+typedef struct folder { // one that is being read
     const struct folder *parent;
     dev_t device;
     ino_t inode;
-    char *pool; // the entries' names, one behind the other
-    size_t pool_bytes, pool_room;
-    const char **names; // sorted
-    size_t n_names;
 } folder;
 
-static int compare_names(const void *a, const void *b)
+static int is_visible(const struct dirent *entry)
 {
-    return strcmp(*(const char *const *)a, *(const char *const *)b);
+    return entry->d_name[0] != '.';
 }
 
-static dpl_status add_name(folder *f, const char *name)
+// Byte order, whatever the locale.
+static int compare_names(const struct dirent **a, const struct dirent **b)
 {
-    const size_t bytes = strlen(name) + 1;
-    if (f->pool_bytes + bytes > f->pool_room) {
-        const size_t room = 2 * f->pool_room + 4096;
-        char *larger = dpl_alloc(room);
-        if (!larger) return dpl_fail(DPL_ENOMEM, "no memory for %zu file names", f->n_names);
-        if (f->pool) memcpy(larger, f->pool, f->pool_bytes);
-        dpl_free(f->pool);
-        f->pool = larger;
-        f->pool_room = room;
-    }
-    memcpy(f->pool + f->pool_bytes, name, bytes);
-    f->pool_bytes += bytes;
-    f->n_names++;
-    return DPL_OK;
-}
-
-static dpl_status list_folder(folder *f, const char *path)
-{
-    DIR *dir = opendir(path);
-    if (!dir) return dpl_fail(DPL_EIO, "cannot read the folder %s: %m", path);
-    dpl_status status = DPL_OK;
-    const struct dirent *entry;
-    for (errno = 0; status == DPL_OK && (entry = readdir(dir)); errno = 0)
-        if (entry->d_name[0] != '.') status = add_name(f, entry->d_name);
-    if (status == DPL_OK && errno != 0)
-        status = dpl_fail(DPL_EIO, "cannot read the folder %s: %m", path);
-    closedir(dir);
-    DPL_TRY(status);
-    f->names = dpl_alloc_array(f->n_names, sizeof *f->names);
-    if (!f->names) return dpl_fail(DPL_ENOMEM, "no memory for %zu file names", f->n_names);
-    const char *at = f->pool;
-    for (size_t i = 0; i < f->n_names; i++, at += strlen(at) + 1)
-        f->names[i] = at;
-    qsort(f->names, f->n_names, sizeof *f->names, compare_names);
-    return DPL_OK;
-}
-
-static bool is_shard_name(const char *name)
-{
-    const size_t n = strlen(name);
-    return n > 4 && !strcmp(name + n - 4, ".bin");
+    return strcmp((*a)->d_name, (*b)->d_name);
 }
 
 // Adds a file, or a folder and what is in it. `path` has room for PATH_MAX bytes and is restored.
@@ -264,25 +197,28 @@ static dpl_status add_path(dpl_source *source, char *path, const folder *parent)
 {
     struct stat st;
     if (stat(path, &st) != 0) return dpl_fail(DPL_EIO, "cannot read %s: %m", path);
+    const size_t path_bytes = strlen(path);
     if (!S_ISDIR(st.st_mode)) {
-        if (!parent || source->kind == DPL_SOURCE_TEXT || is_shard_name(path))
-            return add_file(source, path);
+        const bool bin = path_bytes > 4 && !strcmp(path + path_bytes - 4, ".bin");
+        if (!parent || source->kind == DPL_SOURCE_TEXT || bin) return add_file(source, path);
         if (source->n_other++ == 0) dpl_log("note: %s is no .bin file and skipped", path);
         return DPL_OK;
     }
     for (const folder *f = parent; f; f = f->parent)
         if (f->device == st.st_dev && f->inode == st.st_ino)
             return dpl_fail(DPL_EIO, "%s: a link to a folder that it is in", path);
-    folder f = {.parent = parent, .device = st.st_dev, .inode = st.st_ino};
-    const size_t path_bytes = strlen(path);
-    dpl_status status = list_folder(&f, path);
-    for (size_t i = 0; i < f.n_names && status == DPL_OK; i++) {
-        status = dpl_path_join(path, f.names[i], path);
-        if (status == DPL_OK) status = add_path(source, path, &f);
+    const folder here = {parent, st.st_dev, st.st_ino};
+    struct dirent **entries = NULL;
+    const int n = scandir(path, &entries, is_visible, compare_names);
+    if (n < 0) return dpl_fail(DPL_EIO, "cannot read the folder %s: %m", path);
+    dpl_status status = DPL_OK;
+    for (int i = 0; i < n; i++) {
+        if (status == DPL_OK) status = dpl_path_join(path, entries[i]->d_name, path);
+        if (status == DPL_OK) status = add_path(source, path, &here);
         path[path_bytes] = '\0';
+        free(entries[i]);
     }
-    dpl_free(f.names);
-    dpl_free(f.pool);
+    free(entries);
     return status;
 }
 
@@ -342,33 +278,33 @@ uint64_t dpl_source_document(const dpl_source *source, size_t i)
     return i < source->n_documents ? source->documents[i] : source->n_tokens;
 }
 
-size_t dpl_source_document_of(const dpl_source *source, uint64_t token)
+// The last of n elements that start at or before `token`; an element begins with its start.
+static size_t find_start(const void *elements, size_t n, size_t size, uint64_t token)
 {
-    assert(token < source->n_tokens);
-    size_t low = 0, high = source->n_documents; // documents[low] <= token < documents[high]
-    while (high - low > 1) {
+    size_t low = 0;
+    for (size_t high = n; high - low > 1;) {
         const size_t middle = low + (high - low) / 2;
-        *(source->documents[middle] <= token ? &low : &high) = middle;
+        uint64_t start;
+        memcpy(&start, (const char *)elements + middle * size, sizeof start);
+        *(start <= token ? &low : &high) = middle;
     }
     return low;
 }
 
-static size_t piece_of(const dpl_source *source, uint64_t token)
+size_t dpl_source_document_of(const dpl_source *source, uint64_t token)
 {
-    size_t low = 0, high = source->n_pieces;
-    while (high - low > 1) {
-        const size_t middle = low + (high - low) / 2;
-        *(source->pieces[middle].first <= token ? &low : &high) = middle;
-    }
-    return low;
+    assert(token < source->n_tokens);
+    return find_start(source->documents, source->n_documents, sizeof *source->documents, token);
 }
 
 void dpl_source_read(const dpl_source *source, uint64_t first, size_t n, int32_t *ids)
 {
     assert(first <= source->n_tokens && n <= source->n_tokens - first);
-    for (size_t i = n > 0 ? piece_of(source, first) : 0; n > 0; i++) {
-        const piece *p = &source->pieces[i];
-        const uint64_t end = i + 1 < source->n_pieces ? p[1].first : source->n_tokens;
+    const piece *last = source->pieces + source->n_pieces - 1;
+    const piece *p = source->pieces;
+    p += find_start(p, source->n_pieces, sizeof *p, first);
+    for (; n > 0; p++) {
+        const uint64_t end = p < last ? p[1].first : source->n_tokens;
         const size_t n_here = (size_t)DPL_MIN((uint64_t)n, end - first);
         const uint8_t *data = p->data + (size_t)(first - p->first) * (size_t)p->width;
         for (size_t j = 0; j < n_here; j++)

@@ -1,0 +1,458 @@
+/*
+ * st_read.c - reading safetensors: one file, or the weights of a model directory.
+ *
+ * A file is the header's length (8 bytes), the header (JSON: name -> dtype, shape, data_offsets)
+ * and the data. The whole header is checked at open, against the file's size too, so that a tensor
+ * that was found needs no further check. Data may lie at odd addresses, hence memcpy everywhere.
+ * In a directory the index alone decides which files are read, so shards that an earlier save left
+ * do no harm; a file and the index that disagree are an error, because one of them is damaged and
+ * weights would stay at their random start.
+ */
+#include <math.h>
+#include <stdlib.h>
+
+#include "io/io.h"
+
+
+_Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "files are read as they lie in memory");
+
+struct dpl_st_file {
+    char *path;
+    dpl_map map;
+    const uint8_t *data;    // in the map: where the header ends
+    json_t *header;         // owns the tensors' names
+    dpl_st_tensor *tensors; // sorted by name
+    size_t n_tensors;
+};
+
+static const struct {
+    const char *name;
+    size_t bytes;
+} dtypes[DPL_ST_N] = {
+#define ROW(id, bytes) {#id, bytes},
+    DPL_ST_DTYPE_MAP(ROW)
+#undef ROW
+};
+
+const char *dpl_st_dtype_name(dpl_st_dtype dtype)
+{
+    return dtypes[dtype].name;
+}
+
+size_t dpl_st_dtype_bytes(dpl_st_dtype dtype)
+{
+    return dtypes[dtype].bytes;
+}
+
+size_t dpl_st_elems(const dpl_st_tensor *tensor)
+{
+    size_t n = 1;
+    for (int i = 0; i < tensor->rank; i++)
+        n *= (size_t)tensor->shape[i];
+    return n;
+}
+
+bool dpl_st_shape_bytes(const dpl_st_tensor *tensor, uint64_t *bytes_out)
+{
+    if ((unsigned)tensor->dtype >= DPL_ST_N || (unsigned)tensor->rank > DPL_ST_RANK_MAX)
+        return false;
+    int64_t bytes = (int64_t)dtypes[tensor->dtype].bytes;
+    for (int i = 0; i < tensor->rank; i++)
+        if (tensor->shape[i] < 0 || __builtin_mul_overflow(bytes, tensor->shape[i], &bytes))
+            return false;
+    *bytes_out = (uint64_t)bytes;
+    return true;
+}
+
+/* ---- the header ----------------------------------------------------------------------------- */
+
+// The byte of the file at which a tensor's entry starts; the header's start for an escaped name.
+static size_t entry_offset(const dpl_st_file *file, const char *name)
+{
+    char quoted[256];
+    snprintf(quoted, sizeof quoted, "\"%.250s\"", name);
+    const uint8_t *header = file->map.data + 8;
+    const uint8_t *at = memmem(header, (size_t)(file->data - header), quoted, strlen(quoted));
+    return at ? (size_t)(at - file->map.data) : 8;
+}
+
+// Fills `tensor`, but for its name, from its entry. Returns what is wrong, or NULL.
+static const char *parse_tensor(const dpl_st_file *file, json_t *entry, dpl_st_tensor *tensor)
+{
+    const char *dtype = json_string_value(json_object_get(entry, "dtype"));
+    const json_t *shape = json_object_get(entry, "shape");
+    if (!dtype) return "no dtype";
+    while (tensor->dtype < DPL_ST_N && strcmp(dtypes[tensor->dtype].name, dtype))
+        tensor->dtype++;
+    if (tensor->dtype == DPL_ST_N) return "an unknown dtype";
+
+    if (!json_is_array(shape)) return "no shape";
+    if (json_array_size(shape) > DPL_ST_RANK_MAX) return "too many dimensions";
+    tensor->rank = (int)json_array_size(shape);
+    for (int i = 0; i < tensor->rank; i++) {
+        const json_t *size = json_array_get(shape, (size_t)i);
+        tensor->shape[i] = json_is_integer(size) ? json_integer_value(size) : -1;
+    }
+    if (!dpl_st_shape_bytes(tensor, &tensor->bytes))
+        return "a dimension that is not a count, or a shape whose size overflows";
+
+    json_int_t begin, end;
+    if (json_unpack(entry, "{s:[I,I!]}", "data_offsets", &begin, &end) != 0 || begin < 0)
+        return "no data_offsets of the form [begin, end]";
+    if (begin > end) return "data_offsets that run backwards";
+    if (end > file->map.data + file->map.bytes - file->data)
+        return "data beyond the end of the file";
+    if ((uint64_t)(end - begin) != tensor->bytes)
+        return "data_offsets that do not match dtype and shape";
+    tensor->data = file->data + begin;
+    return NULL;
+}
+
+static int by_data(const void *a, const void *b)
+{
+    const dpl_st_tensor *x = a, *y = b;
+    if (x->data != y->data) return x->data < y->data ? -1 : 1;
+    // Tensors without elements may share a place; they come before what is there.
+    return x->bytes != y->bytes ? (x->bytes < y->bytes ? -1 : 1) : strcmp(x->name, y->name);
+}
+
+static int by_name(const void *a, const void *b)
+{
+    return strcmp(((const dpl_st_tensor *)a)->name, ((const dpl_st_tensor *)b)->name);
+}
+
+// Each tensor must start where the one before it ended, the last must end with the file.
+static dpl_status check_layout(dpl_st_file *file)
+{
+    qsort(file->tensors, file->n_tensors, sizeof *file->tensors, by_data);
+    const uint8_t *expected = file->data, *end = file->map.data + file->map.bytes;
+    for (size_t i = 0; i < file->n_tensors; i++) {
+        const dpl_st_tensor *tensor = &file->tensors[i];
+        if (tensor->data != expected)
+            return dpl_fail(DPL_EFORMAT, "%s: byte %zu: tensor %.200s %s", file->path,
+                            (size_t)(tensor->data - file->map.data), tensor->name,
+                            tensor->data < expected ? "overlaps the one before it"
+                                                    : "has a hole before it");
+        expected += tensor->bytes;
+    }
+    qsort(file->tensors, file->n_tensors, sizeof *file->tensors, by_name);
+    if (expected == end) return DPL_OK;
+    return dpl_fail(DPL_EFORMAT, "%s: byte %zu: %zu bytes that belong to no tensor", file->path,
+                    (size_t)(expected - file->map.data), (size_t)(end - expected));
+}
+
+static bool is_string_map(json_t *metadata)
+{
+    const char *key;
+    json_t *value;
+    json_object_foreach(metadata, key, value) if (!json_is_string(value)) return false;
+    return json_is_object(metadata);
+}
+
+static dpl_status take_tensors(dpl_st_file *file)
+{
+    const char *name;
+    json_t *entry;
+    file->tensors = dpl_alloc_array(json_object_size(file->header), sizeof *file->tensors);
+    if (!file->tensors) return dpl_fail(DPL_ENOMEM, "no memory for the header of %s", file->path);
+    json_object_foreach(file->header, name, entry)
+    {
+        if (!strcmp(name, "__metadata__")) {
+            if (is_string_map(entry)) continue;
+            return dpl_fail(DPL_EFORMAT, "%s: byte %zu: __metadata__ is not a map of strings",
+                            file->path, entry_offset(file, name));
+        }
+        dpl_st_tensor *tensor = &file->tensors[file->n_tensors++];
+        tensor->name = name;
+        const char *wrong = parse_tensor(file, entry, tensor);
+        if (wrong)
+            return dpl_fail(DPL_EFORMAT, "%s: byte %zu: tensor %.200s has %s", file->path,
+                            entry_offset(file, name), name, wrong);
+    }
+    return check_layout(file);
+}
+
+static dpl_status read_header(dpl_st_file *file)
+{
+    const dpl_map *map = &file->map;
+    uint64_t bytes;
+    if (map->bytes < 8)
+        return dpl_fail(DPL_EFORMAT, "%s: byte 0: %zu bytes are too few for a safetensors file",
+                        file->path, map->bytes);
+    memcpy(&bytes, map->data, 8);
+    if (bytes > DPL_ST_HEADER_MAX || bytes > map->bytes - 8 || bytes < 2)
+        return dpl_fail(DPL_EFORMAT, "%s: byte 0: a header of %llu bytes in a file of %zu; not a "
+                        "whole safetensors file", file->path, (unsigned long long)bytes,
+                        map->bytes);
+    file->data = map->data + 8 + bytes;
+    if (map->data[8] != '{')
+        return dpl_fail(DPL_EFORMAT, "%s: byte 8: the header does not start with '{'", file->path);
+    json_error_t error;
+    file->header = json_loadb((const char *)map->data + 8, bytes, JSON_REJECT_DUPLICATES, &error);
+    if (file->header) return take_tensors(file);
+    return dpl_fail(DPL_EFORMAT, "%s: byte %d: header: %s", file->path, 8 + error.position,
+                    error.text);
+}
+
+/* ---- one file ------------------------------------------------------------------------------- */
+
+dpl_status dpl_st_open(const char *path, dpl_st_file **file_out)
+{
+    dpl_st_file *file = dpl_alloc(sizeof *file);
+    dpl_status status = DPL_OK;
+    if (!file || !(file->path = dpl_strdup(path)))
+        status = dpl_fail(DPL_ENOMEM, "no memory to open %s", path);
+    if (status == DPL_OK) status = dpl_map_open(path, &file->map);
+    if (status == DPL_OK) status = read_header(file);
+    if (status == DPL_OK)
+        *file_out = file;
+    else
+        dpl_st_close(&file);
+    return status;
+}
+
+void dpl_st_close(dpl_st_file **file)
+{
+    if (!file || !*file) return;
+    dpl_map_close(&(*file)->map);
+    dpl_free((*file)->tensors);
+    json_decref((*file)->header);
+    dpl_free((*file)->path);
+    dpl_free(*file);
+    *file = NULL;
+}
+
+size_t dpl_st_count(const dpl_st_file *file)
+{
+    return file->n_tensors;
+}
+
+const dpl_st_tensor *dpl_st_at(const dpl_st_file *file, size_t i)
+{
+    return &file->tensors[i];
+}
+
+const dpl_st_tensor *dpl_st_find(const dpl_st_file *file, const char *name)
+{
+    const dpl_st_tensor key = {.name = name};
+    return bsearch(&key, file->tensors, file->n_tensors, sizeof key, by_name);
+}
+
+const char *dpl_st_path(const dpl_st_file *file)
+{
+    return file->path;
+}
+
+const char *dpl_st_metadata(const dpl_st_file *file, const char *key)
+{
+    return json_string_value(json_object_get(json_object_get(file->header, "__metadata__"), key));
+}
+
+/* ---- values --------------------------------------------------------------------------------- */
+
+static float f16_to_f32(uint16_t half)
+{
+    uint32_t bits = (half & 0x7fffu) << 13; // The same number, but for the exponent's bias.
+    float f;
+    memcpy(&f, &bits, 4);
+    f = f >= 0x1p-96f ? f * INFINITY + (half & 0x3ff ? NAN : 0) : f * 0x1p112f;
+    return half & 0x8000 ? -f : f;
+}
+
+static dpl_status check_range(const dpl_st_tensor *tensor, size_t first, size_t n)
+{
+    const size_t n_elems = dpl_st_elems(tensor);
+    if (first <= n_elems && n <= n_elems - first) return DPL_OK;
+    return dpl_fail(DPL_EINVAL, "tensor %s has %zu elements, not %zu from %zu on", tensor->name,
+                    n_elems, n, first);
+}
+
+#define CONVERT(id, type, expression)                                       \
+    case DPL_ST_##id:                                                       \
+        for (size_t i = 0; i < n; i++) {                                    \
+            type v;                                                         \
+            memcpy(&v, tensor->data + (first + i) * sizeof(type), sizeof v); \
+            dst[i] = (expression);                                          \
+        }                                                                   \
+        break;
+
+dpl_status dpl_st_read_f32(const dpl_st_tensor *tensor, size_t first, size_t n, float *dst)
+{
+    DPL_TRY(check_range(tensor, first, n));
+    switch (tensor->dtype) {
+        CONVERT(F64, double, (float)v)
+        CONVERT(F32, float, v)
+        CONVERT(F16, uint16_t, f16_to_f32(v))
+        CONVERT(BF16, uint16_t, dpl_bf16_to_f32(v))
+    default:
+        return dpl_fail(DPL_EFORMAT, "tensor %s is %s, expected F32, BF16, F16 or F64",
+                        tensor->name, dpl_st_dtype_name(tensor->dtype));
+    }
+    return DPL_OK;
+}
+
+dpl_status dpl_st_read_i64(const dpl_st_tensor *tensor, size_t first, size_t n, int64_t *dst)
+{
+    DPL_TRY(check_range(tensor, first, n));
+    switch (tensor->dtype) {
+        CONVERT(BOOL, uint8_t, v)
+        CONVERT(U8, uint8_t, v)
+        CONVERT(I8, int8_t, v)
+        CONVERT(U16, uint16_t, v)
+        CONVERT(I16, int16_t, v)
+        CONVERT(U32, uint32_t, v)
+        CONVERT(I32, int32_t, v)
+        CONVERT(I64, int64_t, v)
+        CONVERT(U64, int64_t, v)
+    default:
+        return dpl_fail(DPL_EFORMAT, "tensor %s is %s, expected integers", tensor->name,
+                        dpl_st_dtype_name(tensor->dtype));
+    }
+    for (size_t i = 0; i < n && tensor->dtype == DPL_ST_U64; i++)
+        if (dst[i] < 0)
+            return dpl_fail(DPL_EFORMAT, "tensor %s: element %zu does not fit in 63 bits",
+                            tensor->name, first + i);
+    return DPL_OK;
+}
+
+/* ---- a model directory ---------------------------------------------------------------------- */
+
+struct dpl_shards {
+    dpl_st_file **files;
+    size_t n_files;
+};
+
+// The file of that name, opened the first time; there is room for one more.
+static dpl_status open_file(dpl_shards *shards, const char *dir, const char *name,
+                            const dpl_st_file **file_out)
+{
+    char path[PATH_MAX];
+    DPL_TRY(dpl_path_join(dir, name, path));
+    size_t i = 0;
+    while (i < shards->n_files && strcmp(shards->files[i]->path, path))
+        i++;
+    if (i == shards->n_files) {
+        DPL_TRY(dpl_st_open(path, &shards->files[i]));
+        shards->n_files++;
+    }
+    *file_out = shards->files[i];
+    return DPL_OK;
+}
+
+// Opens the files of the index, each of which must hold the tensors that the index puts there.
+static dpl_status open_map(dpl_shards *shards, const char *dir, const char *path, json_t *map)
+{
+    const char *tensor;
+    json_t *value;
+    json_object_foreach(map, tensor, value)
+    {
+        const char *name = json_string_value(value);
+        const dpl_st_file *file;
+        if (!name || !*name || strchr(name, '/'))
+            return dpl_fail(DPL_EFORMAT, "%s: weight_map: tensor %.200s: expected the name of a "
+                            "file in this folder", path, tensor);
+        DPL_TRY(open_file(shards, dir, name, &file));
+        if (!dpl_st_find(file, tensor))
+            return dpl_fail(DPL_EFORMAT, "%s: weight_map: tensor %.200s is not in %s", path, tensor,
+                            name);
+    }
+    return DPL_OK;
+}
+
+// Every tensor of the files must be in the index.
+static dpl_status check_files(const dpl_shards *shards, const char *path, const json_t *index)
+{
+    const json_t *map = json_object_get(index, "weight_map");
+    uint64_t bytes = 0;
+    for (size_t i = 0; i < dpl_shards_count(shards); i++) {
+        const char *file;
+        const dpl_st_tensor *tensor = dpl_shards_at(shards, i, &file);
+        const char *listed = json_string_value(json_object_get(map, tensor->name));
+        if (!listed || strcmp(listed, strrchr(file, '/') + 1))
+            return dpl_fail(DPL_EFORMAT, "%s: holds tensor %.200s, which %s puts %s%s", file,
+                            tensor->name, path, listed ? "in " : "nowhere", listed ? listed : "");
+        bytes += tensor->bytes;
+    }
+    // Public models exist whose total_size is wrong though all weights are there.
+    const json_t *total = json_object_get(json_object_get(index, "metadata"), "total_size");
+    if (json_is_number(total) && json_number_value(total) != (double)bytes)
+        dpl_log("note: %s: total_size is %.0f, but its tensors have %llu bytes", path,
+                json_number_value(total), (unsigned long long)bytes);
+    return DPL_OK;
+}
+
+// Without an index there is one file.
+static dpl_status open_files(dpl_shards *shards, const char *dir, const char *path,
+                             const json_t *index)
+{
+    json_t *map = json_object_get(index, "weight_map");
+    const dpl_st_file *single;
+    if (index && !json_is_object(map))
+        return dpl_fail(DPL_EFORMAT, "%s: no object named weight_map", path);
+    shards->files = dpl_alloc_array(index ? json_object_size(map) : 1, sizeof *shards->files);
+    if (!shards->files) return dpl_fail(DPL_ENOMEM, "no memory to open %s", dir);
+    if (!index) return open_file(shards, dir, DPL_ST_SINGLE, &single);
+    DPL_TRY(open_map(shards, dir, path, map));
+    return check_files(shards, path, index);
+}
+
+dpl_status dpl_shards_open(const char *dir, dpl_shards **shards_out)
+{
+    char single[PATH_MAX], index_path[PATH_MAX];
+    DPL_TRY(dpl_path_join(dir, DPL_ST_SINGLE, single));
+    DPL_TRY(dpl_path_join(dir, DPL_ST_INDEX, index_path));
+    const bool has_single = dpl_path_exists(single), has_index = dpl_path_exists(index_path);
+    if (!has_single && !has_index)
+        return dpl_fail(DPL_EIO, "%s: neither " DPL_ST_SINGLE " nor an index is there", dir);
+    if (has_single && has_index)
+        dpl_log("note: %s has " DPL_ST_SINGLE " and an index; the index is not used", dir);
+    dpl_shards *shards = dpl_alloc(sizeof *shards);
+    if (!shards) return dpl_fail(DPL_ENOMEM, "no memory to open %s", dir);
+    json_t *index = NULL;
+    dpl_status status = has_single ? DPL_OK : dpl_json_read(index_path, &index);
+    if (status == DPL_OK) status = open_files(shards, dir, index_path, index);
+    json_decref(index);
+    if (status == DPL_OK)
+        *shards_out = shards;
+    else
+        dpl_shards_close(&shards);
+    return status;
+}
+
+void dpl_shards_close(dpl_shards **shards)
+{
+    if (!shards || !*shards) return;
+    for (size_t i = 0; i < (*shards)->n_files; i++)
+        dpl_st_close(&(*shards)->files[i]);
+    dpl_free((*shards)->files);
+    dpl_free(*shards);
+    *shards = NULL;
+}
+
+size_t dpl_shards_count(const dpl_shards *shards)
+{
+    size_t n = 0;
+    for (size_t i = 0; i < shards->n_files; i++)
+        n += shards->files[i]->n_tensors;
+    return n;
+}
+
+const dpl_st_tensor *dpl_shards_at(const dpl_shards *shards, size_t i, const char **file_out)
+{
+    dpl_st_file **file = shards->files;
+    for (; i >= (*file)->n_tensors; file++)
+        i -= (*file)->n_tensors;
+    if (file_out) *file_out = (*file)->path;
+    return &(*file)->tensors[i];
+}
+
+const dpl_st_tensor *dpl_shards_find(const dpl_shards *shards, const char *name,
+                                     const char **file_out)
+{
+    const dpl_st_tensor *found = NULL;
+    for (size_t i = 0; i < shards->n_files && !found; i++) {
+        found = dpl_st_find(shards->files[i], name);
+        if (found && file_out) *file_out = shards->files[i]->path;
+    }
+    return found;
+}
