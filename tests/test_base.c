@@ -299,47 +299,6 @@ static void test_arena_hold(void **state)
     dpl_arena_close(&arena);
 }
 
-// Two blocks of half the arena each, above the 4096 bytes that stay.
-static void take_halves(dpl_arena *arena, unsigned char *half_out[2])
-{
-    for (int i = 0; i < 2; i++)
-        half_out[i] = dpl_arena_alloc(arena, (size_t)8 << 20);
-}
-
-static void test_arena_trim(void **state)
-{
-    (void)state;
-    const size_t half_bytes = (size_t)8 << 20, last = half_bytes - 1;
-    dpl_arena *arena = NULL;
-    assert_int_equal(dpl_arena_open(4096 + 2 * half_bytes, &arena), DPL_OK);
-    unsigned char *low = dpl_arena_alloc(arena, 4096), *half[2];
-    const size_t mark = dpl_arena_mark(arena);
-    memset(low, 5, 4096);
-    take_halves(arena, half);
-    for (int i = 0; i < 2; i++)
-        memset(half[i], 6, half_bytes);
-    dpl_arena_trim(arena, 0); // Nothing is above the mark.
-    dpl_arena_release(arena, mark);
-    dpl_arena_trim(arena, 2 * half_bytes);
-    dpl_arena_trim(arena, SIZE_MAX);
-    take_halves(arena, half);
-    assert_int_equal(half[0][0], 6);
-    assert_int_equal(half[1][last], 6);
-
-    // What is given back comes again as fresh pages, zeroed.
-    dpl_arena_release(arena, mark);
-    dpl_arena_trim(arena, half_bytes);
-    take_halves(arena, half);
-    assert_int_equal(half[0][last], 6);
-    assert_int_equal(half[1][last], 0);
-    dpl_arena_release(arena, mark);
-    dpl_arena_trim(arena, 0);
-    take_halves(arena, half);
-    assert_int_equal(half[0][last], 0);
-    assert_int_equal(low[4095], 5);
-    dpl_arena_close(&arena);
-}
-
 // Runs fn in a child with stderr to /dev/null; returns its signal, 0 if it lived.
 static int signal_of(void (*fn)(dpl_arena *arena), dpl_arena *arena)
 {
@@ -906,7 +865,6 @@ int main(void)
         cmocka_unit_test(test_open_out_of_memory),
         cmocka_unit_test(test_arena),
         cmocka_unit_test(test_arena_hold),
-        cmocka_unit_test(test_arena_trim),
         cmocka_unit_test(test_arena_misuse),
         cmocka_unit_test(test_arena_poison),
         cmocka_unit_test(test_pool),

@@ -67,8 +67,8 @@ char *dpl_strdup(const char *text);
 // Tests: make the n-th dpl_alloc from now fail, once (0: off).
 void dpl_fault_alloc(size_t nth);
 
-// Step arena: address space is reserved once, memory is used as it is touched.
-// Blocks are DPL_ALIGN-aligned and NOT zeroed. Released blocks are poisoned under ASan.
+// Step arena: address space is reserved once, memory is used as it is touched. Blocks are
+// DPL_ALIGN-aligned and NOT zeroed. Released blocks are poisoned under ASan.
 typedef struct dpl_arena dpl_arena;
 dpl_status dpl_arena_open(size_t reserve_bytes, dpl_arena **arena_out);
 void dpl_arena_close(dpl_arena **arena);
@@ -83,8 +83,6 @@ size_t dpl_arena_peak_bytes(const dpl_arena *arena);
 // While held, release keeps its blocks alive (a deferred context has operators that use them);
 // letting go performs what was asked for, except below a block that was taken since and lives.
 void dpl_arena_hold(dpl_arena *arena, bool hold);
-// Gives memory above the current mark back to the system where it exceeds keep_bytes.
-void dpl_arena_trim(dpl_arena *arena, size_t keep_bytes);
 
 /* ---- threads -------------------------------------------------------------------------------- */
 

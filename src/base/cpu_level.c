@@ -1,8 +1,6 @@
 /*
- * cpu_level.c - which instruction-set level the kernels may use; asked once, when a context opens.
- *
- * A level is a set of features that kernels may use without asking again, so the level is granted
- * only when the processor and the system have all of them.
+ * cpu_level.c - which instruction-set level the kernels may use; asked when a context opens. A level
+ * is granted only when the processor and the system have all of its features.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -38,14 +36,11 @@ dpl_status dpl_cpu_level_detect(dpl_cpu_level *level_out)
 {
     const dpl_cpu_level best = machine_level();
     const char *wanted = getenv("DPL_CPU");
-    if (!wanted || !wanted[0]) {
-        *level_out = best;
-        return DPL_OK;
-    }
+    const bool given = wanted && wanted[0];
     char possible[64] = "";
     size_t used = 0;
     for (unsigned i = 0; i <= (unsigned)best; i++) {
-        if (!strcmp(wanted, level_names[i])) {
+        if (given ? !strcmp(wanted, level_names[i]) : i == (unsigned)best) {
             *level_out = (dpl_cpu_level)i;
             return DPL_OK;
         }

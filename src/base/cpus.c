@@ -29,57 +29,37 @@ static int cpus_in_mask(void)
     return 0;
 }
 
-static bool read_line(const char *path, char *line, int line_bytes)
+// The numbers at the start of a file's first line: how many of two.
+static int read_numbers(const char *folder, const char *name, long long out[2])
 {
+    char path[PATH_MAX];
+    snprintf(path, sizeof path, "%s/%s", folder, name);
     FILE *f = fopen(path, "re");
-    if (!f) return false;
-    const bool ok = fgets(line, line_bytes, f) != NULL;
+    if (!f) return 0;
+    const int n = fscanf(f, "%lld %lld", &out[0], &out[1]);
     fclose(f);
-    return ok;
-}
-
-static int cut(int cpus, long long quota, long long period)
-{
-    if (quota <= 0 || period <= 0) return cpus;
-    const long long allowed = DPL_MAX(quota / period, 1);
-    return allowed < cpus ? (int)allowed : cpus;
+    return n;
 }
 
 static int cut_by_group(const char *folder, bool v2, int cpus)
 {
-    char path[PATH_MAX], line[128];
-    long long quota = 0, period = 0;
-    snprintf(path, sizeof path, "%s/%s", folder, v2 ? "cpu.max" : "cpu.cfs_quota_us");
-    if (!read_line(path, line, sizeof line)) return cpus;
-    if (v2) // "max 100000" has no quota and does not scan.
-        return sscanf(line, "%lld %lld", &quota, &period) == 2 ? cut(cpus, quota, period) : cpus;
-    quota = atoll(line);
-    snprintf(path, sizeof path, "%s/cpu.cfs_period_us", folder);
-    if (!read_line(path, line, sizeof line)) return cpus;
-    return cut(cpus, quota, atoll(line));
-}
-
-// The quotas of all groups from `group` up to the root hold at once. A container may show paths
-// of its host that do not exist inside; then only the root answers.
-static int cut_by_groups(const char *root, const char *group, bool v2, int cpus)
-{
-    char folder[PATH_MAX / 2];
-    const size_t root_chars = strlen(root);
-    const int n = snprintf(folder, sizeof folder, "%s%s", root, group);
-    if (n < 0 || (size_t)n >= sizeof folder) return cpus;
-    for (;;) {
-        cpus = cut_by_group(folder, v2, cpus);
-        char *slash = strrchr(folder + root_chars, '/');
-        if (!slash) return cpus;
-        *slash = '\0';
+    long long v[2] = {0}, period[2] = {0};
+    if (v2) { // "max 100000" has no quota and does not scan.
+        if (read_numbers(folder, "cpu.max", v) < 2) return cpus;
+    } else {
+        if (read_numbers(folder, "cpu.cfs_quota_us", v) < 1) return cpus;
+        if (read_numbers(folder, "cpu.cfs_period_us", period) < 1) return cpus;
+        v[1] = period[0];
     }
+    if (v[0] <= 0 || v[1] <= 0) return cpus;
+    return (int)DPL_MIN((long long)cpus, DPL_MAX(v[0] / v[1], 1));
 }
 
 int dpl_cpus_quota(const char *proc_cgroup, const char *root, int cpus)
 {
     FILE *f = fopen(proc_cgroup, "re");
     if (!f) return cpus;
-    char line[PATH_MAX / 2], v1_root[PATH_MAX / 4];
+    char line[PATH_MAX / 2], list[PATH_MAX / 2], folder[PATH_MAX / 2];
     while (fgets(line, sizeof line, f)) {
         // Lines are "id:controllers:/path"; version 2 has id 0 and no controllers.
         line[strcspn(line, "\n")] = '\0';
@@ -87,12 +67,16 @@ int dpl_cpus_quota(const char *proc_cgroup, const char *root, int cpus)
         char *group = controllers ? strchr(++controllers, ':') : NULL;
         if (!group) continue;
         *group++ = '\0';
-        if (!controllers[0]) {
-            cpus = cut_by_groups(root, group, true, cpus);
-        } else if (!strncmp(controllers, "cpu,", 4) || strstr(controllers, ",cpu,") ||
-                   !strcmp(controllers, "cpu") || !strcmp(controllers, "cpuacct,cpu")) {
-            snprintf(v1_root, sizeof v1_root, "%s/cpu", root);
-            cpus = cut_by_groups(v1_root, group, false, cpus);
+        const bool v2 = !controllers[0];
+        snprintf(list, sizeof list, ",%s,", controllers);
+        const int n = snprintf(folder, sizeof folder, "%s%s%s", root, v2 ? "" : "/cpu", group);
+        if ((!v2 && !strstr(list, ",cpu,")) || n < 0 || (size_t)n >= sizeof folder) continue;
+        // The quotas of all groups up to the root hold at once. A container may show paths of its
+        // host that do not exist inside; then only the root answers.
+        const size_t root_chars = (size_t)n - strlen(group);
+        for (char *slash = folder; slash; slash = strrchr(folder + root_chars, '/')) {
+            if (slash != folder) *slash = '\0';
+            cpus = cut_by_group(folder, v2, cpus);
         }
     }
     fclose(f);

@@ -5,6 +5,7 @@
  * be generous. Under AddressSanitizer every block is followed by a poisoned red zone of its own
  * size: an offset is then simply scaled, and marks, peaks and plans are the same in all builds.
  */
+#include <sanitizer/asan_interface.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -12,23 +13,16 @@
 
 #include "base/base.h"
 
-#if defined(__has_feature)
+// The sanitizer's macros do nothing without it.
+#if defined(__SANITIZE_ADDRESS__)
+#define STRETCH 2
+#elif defined(__has_feature)
 #if __has_feature(address_sanitizer)
-#define HAS_ASAN 1
+#define STRETCH 2
 #endif
-#elif defined(__SANITIZE_ADDRESS__)
-#define HAS_ASAN 1
 #endif
-
-#ifdef HAS_ASAN
-#include <sanitizer/asan_interface.h>
-#define STRETCH            2
-#define POISON(p, bytes)   ASAN_POISON_MEMORY_REGION(p, bytes)
-#define UNPOISON(p, bytes) ASAN_UNPOISON_MEMORY_REGION(p, bytes)
-#else
-#define STRETCH            1
-#define POISON(p, bytes)   ((void)(p), (void)(bytes))
-#define UNPOISON(p, bytes) ((void)(p), (void)(bytes))
+#ifndef STRETCH
+#define STRETCH 1
 #endif
 
 #define HUGE_BYTES ((size_t)2 << 20)
@@ -54,7 +48,7 @@ void *dpl_alloc(size_t bytes)
 {
     if (fault_strikes() || bytes > PTRDIFF_MAX) return NULL;
     const bool huge = bytes >= HUGE_BYTES;
-    void *p = NULL;
+    void *p;
     if (posix_memalign(&p, huge ? HUGE_BYTES : DPL_ALIGN, DPL_MAX(bytes, (size_t)1))) return NULL;
     // Advice comes before the first touch, else the pages are already small. It may be refused.
     if (huge) (void)madvise(p, bytes, MADV_HUGEPAGE);
@@ -65,8 +59,7 @@ void *dpl_alloc(size_t bytes)
 void *dpl_alloc_array(size_t count, size_t size)
 {
     size_t bytes;
-    if (__builtin_mul_overflow(count, size, &bytes)) return NULL;
-    return dpl_alloc(bytes);
+    return __builtin_mul_overflow(count, size, &bytes) ? NULL : dpl_alloc(bytes);
 }
 
 void dpl_free(void *p)
@@ -90,7 +83,6 @@ struct dpl_arena {
     void *mapping;
     size_t mapping_bytes;
     size_t reserved, used, peak;
-    size_t touched; // nothing was handed out at or above this since the last trim
     bool held;
     // While held: blocks in [dead_from, dead_to) are released in name only.
     size_t dead_from, dead_to;
@@ -98,14 +90,15 @@ struct dpl_arena {
 
 dpl_status dpl_arena_open(size_t reserve_bytes, dpl_arena **arena_out)
 {
-    if (reserve_bytes > PTRDIFF_MAX / (2 * STRETCH))
-        return dpl_fail(DPL_ENOMEM, "arena: cannot reserve %zu bytes of addresses", reserve_bytes);
     dpl_arena *arena = dpl_alloc(sizeof *arena);
     if (!arena) return dpl_fail(DPL_ENOMEM, "arena: no memory for its %zu bytes", sizeof *arena);
-    arena->reserved = dpl_round_up(reserve_bytes, DPL_ALIGN);
-    arena->mapping_bytes = arena->reserved * STRETCH + HUGE_BYTES;
-    arena->mapping = mmap(NULL, arena->mapping_bytes, PROT_READ | PROT_WRITE,
-                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    arena->mapping = MAP_FAILED;
+    if (reserve_bytes <= PTRDIFF_MAX / (2 * STRETCH)) {
+        arena->reserved = dpl_round_up(reserve_bytes, DPL_ALIGN);
+        arena->mapping_bytes = arena->reserved * STRETCH + HUGE_BYTES;
+        arena->mapping = mmap(NULL, arena->mapping_bytes, PROT_READ | PROT_WRITE,
+                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    }
     if (arena->mapping == MAP_FAILED) {
         dpl_free(arena);
         return dpl_fail(DPL_ENOMEM, "arena: cannot reserve %zu bytes of addresses", reserve_bytes);
@@ -121,7 +114,7 @@ void dpl_arena_close(dpl_arena **arena)
 {
     dpl_arena *a = *arena;
     if (!a) return;
-    UNPOISON(a->base, a->peak * STRETCH); // The next owner of these addresses expects them clean.
+    ASAN_UNPOISON_MEMORY_REGION(a->base, a->peak * STRETCH); // The next owner of these addresses expects them clean.
     munmap(a->mapping, a->mapping_bytes);
     dpl_free(a);
     *arena = NULL;
@@ -136,11 +129,10 @@ void *dpl_arena_alloc(dpl_arena *arena, size_t bytes)
     }
     const size_t rounded = dpl_round_up(bytes, DPL_ALIGN);
     char *p = arena->base + arena->used * STRETCH;
-    POISON(p, rounded * STRETCH);
-    UNPOISON(p, bytes);
+    ASAN_POISON_MEMORY_REGION(p, rounded * STRETCH);
+    ASAN_UNPOISON_MEMORY_REGION(p, bytes);
     arena->used += rounded;
     arena->peak = DPL_MAX(arena->peak, arena->used);
-    arena->touched = DPL_MAX(arena->touched, arena->used);
     return p;
 }
 
@@ -151,7 +143,7 @@ size_t dpl_arena_mark(const dpl_arena *arena)
 
 static void release_now(dpl_arena *arena, size_t mark)
 {
-    POISON(arena->base + mark * STRETCH, (arena->used - mark) * STRETCH);
+    ASAN_POISON_MEMORY_REGION(arena->base + mark * STRETCH, (arena->used - mark) * STRETCH);
     arena->used = mark;
 }
 
@@ -196,15 +188,4 @@ void dpl_arena_hold(dpl_arena *arena, bool hold)
     else if (arena->dead_to == arena->used)
         release_now(arena, arena->dead_from);
     // Else a block was taken after the last release: it lives, and so what lies below it stays.
-}
-
-void dpl_arena_trim(dpl_arena *arena, size_t keep_bytes)
-{
-    if (keep_bytes >= arena->touched || arena->used >= arena->touched - keep_bytes) return;
-    // Whole huge pages only: giving back a part would split one that is kept.
-    const size_t from = dpl_round_up((arena->used + keep_bytes) * STRETCH, HUGE_BYTES);
-    const size_t to = arena->touched * STRETCH;
-    if (from >= to) return;
-    (void)madvise(arena->base + from, to - from, MADV_DONTNEED);
-    arena->touched = from / STRETCH;
 }

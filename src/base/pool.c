@@ -2,9 +2,8 @@
  * pool.c - the threads that run the tasks of every operator.
  *
  * A run opens a gate, and threads that are awake walk in and take task numbers from a counter. The
- * caller takes tasks too and shuts the gate when none is left, so a thread that wakes too late
- * costs nothing: it finds the gate shut. A run needs no allocation and, while the threads spin, no
- * system call. A thread that finds nothing to do for SPIN_S sleeps.
+ * caller takes tasks too and shuts the gate when none is left: a thread that wakes too late finds
+ * it shut. No run allocates or, while the threads spin, calls the system.
  */
 #include <limits.h>
 #include <linux/futex.h>
@@ -27,9 +26,9 @@ typedef struct worker {
 } worker;
 
 struct dpl_pool {
-    int n_threads;
-    pthread_mutex_t busy; // held by the thread whose run it is
-    worker *workers;      // n_threads - 1
+    int n_threads, n_started; // the caller's included
+    pthread_mutex_t busy;     // held by the thread whose run it is
+    worker *workers;          // n_threads; the first stands for the caller
     // The run. Written while the gate is shut and empty, read by those inside only.
     dpl_task_fn fn;
     void *arg;
@@ -81,24 +80,19 @@ static bool spin_while_equal(_Atomic uint32_t *word, uint32_t value)
 
 static void take_tasks(dpl_pool *pool, int i_thread)
 {
-    const size_t n_tasks = pool->n_tasks;
-    for (;;) {
-        const size_t i = atomic_fetch_add_explicit(&pool->next_task, 1, memory_order_relaxed);
-        if (i >= n_tasks) return;
+    size_t i;
+    while ((i = atomic_fetch_add_explicit(&pool->next_task, 1, memory_order_relaxed)) <
+           pool->n_tasks)
         pool->fn(pool->arg, i, i_thread);
-    }
 }
 
-static bool enter(dpl_pool *pool)
+static void help(dpl_pool *pool, int i_thread)
 {
     uint32_t gate = atomic_load(&pool->gate);
-    while (gate & GATE_OPEN)
-        if (atomic_compare_exchange_weak(&pool->gate, &gate, gate + 1)) return true;
-    return false;
-}
-
-static void leave(dpl_pool *pool)
-{
+    do
+        if (!(gate & GATE_OPEN)) return;
+    while (!atomic_compare_exchange_weak(&pool->gate, &gate, gate + 1));
+    take_tasks(pool, i_thread);
     // The last one out of a shut gate wakes the caller. Either this sees caller_sleeps, or the
     // caller, which sets it first and looks at the gate after, sees the empty gate.
     if (atomic_fetch_sub(&pool->gate, 1) == 1 && atomic_load(&pool->caller_sleeps))
@@ -119,10 +113,7 @@ static void *work(void *arg)
         }
         seen = atomic_load(&pool->n_runs);
         if (atomic_load(&pool->quit)) return NULL;
-        if (enter(pool)) {
-            take_tasks(pool, self->i_thread);
-            leave(pool);
-        }
+        help(pool, self->i_thread);
     }
 }
 
@@ -168,31 +159,19 @@ void dpl_pool_run(dpl_pool *pool, size_t n_tasks, dpl_task_fn fn, void *arg)
     pthread_mutex_unlock(&pool->busy);
 }
 
-static void stop_workers(dpl_pool *pool, int n_workers)
-{
-    atomic_store(&pool->quit, true);
-    atomic_fetch_add(&pool->n_runs, 1);
-    futex_wake(&pool->n_runs, INT_MAX);
-    for (int i = 0; i < n_workers; i++)
-        pthread_join(pool->workers[i].thread, NULL);
-}
-
-// Returns how many could be started.
-static int start_workers(dpl_pool *pool)
+static void start_workers(dpl_pool *pool)
 {
     // Signals are for the program's own threads.
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    int n = 0;
-    for (; n < pool->n_threads - 1; n++) {
-        worker *w = &pool->workers[n];
+    for (; pool->n_started < pool->n_threads; pool->n_started++) {
+        worker *w = &pool->workers[pool->n_started];
         w->pool = pool;
-        w->i_thread = n + 1;
+        w->i_thread = pool->n_started;
         if (pthread_create(&w->thread, NULL, work, w)) break;
     }
     pthread_sigmask(SIG_SETMASK, &before, NULL);
-    return n;
 }
 
 dpl_status dpl_pool_open(int n_threads, dpl_pool **pool_out)
@@ -203,27 +182,17 @@ dpl_status dpl_pool_open(int n_threads, dpl_pool **pool_out)
     if (n_threads <= 0) n_threads = DPL_MIN(dpl_cpus_allowed(), THREADS_MAX);
     dpl_pool *pool = dpl_alloc(sizeof *pool);
     if (!pool) return dpl_fail(DPL_ENOMEM, "pool: no memory for %d threads", n_threads);
-    pool->n_threads = n_threads;
-    pool->workers = dpl_alloc_array((size_t)n_threads - 1, sizeof *pool->workers);
-    if (!pool->workers) {
-        dpl_fail(DPL_ENOMEM, "pool: no memory for %d threads", n_threads);
-        goto free_pool;
-    }
     pthread_mutex_init(&pool->busy, NULL);
-    const int n_started = start_workers(pool);
-    if (n_started < n_threads - 1) {
-        dpl_fail(DPL_ENOMEM, "pool: the system gave %d threads of %d", n_started + 1, n_threads);
-        goto stop;
+    pool->n_threads = n_threads;
+    pool->n_started = 1;
+    pool->workers = dpl_alloc_array((size_t)n_threads, sizeof *pool->workers);
+    if (pool->workers) start_workers(pool);
+    if (pool->workers && pool->n_started == n_threads) {
+        *pool_out = pool;
+        return DPL_OK;
     }
-    *pool_out = pool;
-    return DPL_OK;
-
-stop:
-    stop_workers(pool, n_started);
-    pthread_mutex_destroy(&pool->busy);
-    dpl_free(pool->workers);
-free_pool:
-    dpl_free(pool);
+    dpl_fail(DPL_ENOMEM, "pool: the system gave %d threads of %d", pool->n_started, n_threads);
+    dpl_pool_close(&pool);
     return DPL_ENOMEM;
 }
 
@@ -231,7 +200,11 @@ void dpl_pool_close(dpl_pool **pool)
 {
     dpl_pool *p = *pool;
     if (!p) return;
-    stop_workers(p, p->n_threads - 1);
+    atomic_store(&p->quit, true);
+    atomic_fetch_add(&p->n_runs, 1);
+    futex_wake(&p->n_runs, INT_MAX);
+    for (int i = 1; i < p->n_started; i++)
+        pthread_join(p->workers[i].thread, NULL);
     pthread_mutex_destroy(&p->busy);
     dpl_free(p->workers);
     dpl_free(p);

@@ -47,20 +47,12 @@ dpl_status dpl_fail(dpl_status status, const char *format, ...)
 
 dpl_status dpl_fail_in(dpl_status status, const char *format, ...)
 {
-    char text[TEXT_BYTES];
+    char place[TEXT_BYTES - 2]; // room for ": ": of a long text the found part is what gets cut
     va_list args;
     va_start(args, format);
-    const int written = vsnprintf(text, sizeof text, format, args);
+    vsnprintf(place, sizeof place, format, args);
     va_end(args);
-    const size_t used = written < 0 ? 0 : DPL_MIN((size_t)written, sizeof text - 3);
-    const char *found = error_text[0] ? error_text : dpl_status_text(status);
-    // The place is worth more than the end of a long text, so the found text is what gets cut.
-    const size_t n_copied = DPL_MIN(strlen(found), sizeof text - used - 3);
-    memcpy(text + used, ": ", 2);
-    memcpy(text + used + 2, found, n_copied);
-    text[used + 2 + n_copied] = '\0';
-    memcpy(error_text, text, sizeof text);
-    return status;
+    return dpl_fail(status, "%s: %s", place, error_text[0] ? error_text : dpl_status_text(status));
 }
 
 void dpl_log_sink(dpl_log_fn fn, void *arg)

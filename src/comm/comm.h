@@ -1,10 +1,10 @@
 /*
- * comm.h - the communicator: ranks that exchange bytes. A transport is one file and one const table.
+ * comm.h - the communicator: ranks that exchange bytes. A transport is one file, one const table.
  *
- * Transports move bytes; sums are ours, in rank order, so that every transport gives the same bits.
- * Calls are started and waited for: a start returns a ticket, wait completes it, and every wait makes
- * progress on everything that was started. All ranks start the same calls in the same order. Errors
- * agree: a rank that fails passes its status through dpl_comm_agree() before the next exchange, or aborts.
+ * Calls are started and waited for: a start returns a ticket, wait completes it, and every wait
+ * makes progress on everything that was started. All ranks start the same calls in the same order.
+ * Errors agree: a rank that fails passes its status through dpl_comm_agree() before the next
+ * exchange, or aborts.
  */
 #ifndef DPL_COMM_H
 #define DPL_COMM_H
@@ -43,14 +43,10 @@ struct dpl_comm {
 
 extern const dpl_comm_ops dpl_comm_self; // one rank: a block to itself is a copy
 
-// Opens a transport by name ("self"); an unknown name is DPL_EINVAL with the list of those built in.
+// Opens a transport by name; an unknown one is DPL_EINVAL with the list of those built in.
 dpl_status dpl_comm_open(const char *transport, const char *spec, dpl_comm **comm_out);
 void dpl_comm_close(dpl_comm **comm);
-
-// The worst status of all ranks: every rank returns the same one, with the failing rank's text. Collective.
+// The status of the lowest rank that failed, with its text: the same on every rank. Collective.
 dpl_status dpl_comm_agree(dpl_comm *comm, dpl_status mine);
-// values[i] = sum over ranks, added in rank order. Collective.
-dpl_status dpl_comm_sum_f64(dpl_comm *comm, double *values, size_t n);
-dpl_status dpl_comm_sum_i64(dpl_comm *comm, int64_t *values, size_t n);
 
 #endif
