@@ -345,12 +345,11 @@ json_t *dpl_model_config_to_json(const dpl_model_config *c, dpl_dtype dtype)
         (json_int_t)c->mlp_f, "first_k_dense_replace", (json_int_t)c->n_dense,
         "max_position_embeddings", (json_int_t)c->max_positions);
     json_t *rest = json_pack(
-        "{s:I, s:I, s:I, s:o, s:I, s:I, s:I, s:b, s:f, s:s, s:s, s:f, s:f, s:o, s:b, s:b, s:b, "
+        "{s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:b, s:f, s:s, s:s, s:f, s:f, s:o, s:b, s:b, s:b, "
         "s:s, s:s, s:n, s:n}",
         "n_routed_experts", (json_int_t)c->n_experts, "num_experts_per_tok", (json_int_t)c->top_k,
-        "moe_intermediate_size", (json_int_t)c->moe_f, "n_shared_experts",
-        c->n_shared ? json_integer((json_int_t)c->n_shared) : json_null(), "n_group",
-        (json_int_t)c->n_groups, "topk_group", (json_int_t)c->top_groups,
+        "moe_intermediate_size", (json_int_t)c->moe_f, "n_shared_experts", (json_int_t)c->n_shared,
+        "n_group", (json_int_t)c->n_groups, "topk_group", (json_int_t)c->top_groups,
         "num_nextn_predict_layers", (json_int_t)c->n_mtp, "norm_topk_prob", c->norm_topk,
         "routed_scaling_factor", c->routed_scale, "scoring_func",
         c->sigmoid ? "sigmoid" : "softmax", "topk_method", "noaux_tc", "rms_norm_eps", c->eps,
