@@ -122,22 +122,14 @@ static dpl_status check_gemm(const dpl_ctx *ctx, const dpl_gemm_grouped *g, cons
         return dpl_fail(DPL_EINVAL, "grouped GEMM: offsets[0]=%" PRId64 ", expected 0",
                         g->offsets[0]);
     for (size_t i = 0; i < g->n_groups; i++)
-        if (g->offsets[i + 1] < g->offsets[i])
+        if (g->offsets[i + 1] < g->offsets[i] || (uint64_t)g->offsets[i + 1] > g->n_rows)
             return dpl_fail(DPL_EINVAL,
-                            "grouped GEMM: group %zu ends at %" PRId64 " but starts at %" PRId64, i,
-                            g->offsets[i + 1], g->offsets[i]);
+                            "grouped GEMM: group %zu ends at %" PRId64 ", expected %" PRId64
+                            " to n_rows=%zu",
+                            i, g->offsets[i + 1], g->offsets[i], g->n_rows);
     const size_t n_rows = (size_t)g->offsets[g->n_groups];
-    if (n_rows > g->n_rows)
-        return dpl_fail(DPL_EINVAL,
-                        "grouped GEMM: the last group ends at %zu, expected at most n_rows=%zu",
-                        n_rows, g->n_rows);
     DPL_TRY(dpl_check_mat("x or dx", x, g->ld_x, g->k, n_rows, g->tokens, x_out));
     return dpl_check_mat("y or dy", y, g->ld_y, g->n, n_rows, g->tokens, y_out);
-}
-
-static size_t group_rows(const dpl_gemm_grouped *g, size_t i)
-{
-    return (size_t)(g->offsets[i + 1] - g->offsets[i]);
 }
 
 // Group i of row-major `w` in panels of the class of compute, in the workspace.
@@ -167,75 +159,70 @@ dpl_status dpl_gemm_pack(dpl_ctx *ctx, const dpl_gemm_grouped *g, const float *w
     return DPL_OK;
 }
 
-static void multiply(dpl_ctx *ctx, bool dgrad, dpl_mat x, const dpl_weight *w, dpl_groups groups,
-                     dpl_mat y)
+typedef enum product { FORWARD, DGRAD, WGRAD } product;
+
+static void multiply(dpl_ctx *ctx, product which, dpl_mat x, const dpl_weight *w,
+                     dpl_groups groups, dpl_mat y)
 {
-    if (dgrad)
-        dpl_gemm_dgrad(ctx, y, w, groups, x, false);
-    else
+    if (which == FORWARD)
         dpl_gemm_forward(ctx, x, w, groups, y);
-    dpl_ctx_wait(ctx); // The workspace may be used again.
+    else
+        dpl_gemm_dgrad(ctx, y, w, groups, x, false);
 }
 
-// y from x, or with dgrad dx from dy.
-static dpl_status run_product(dpl_ctx *ctx, const dpl_gemm_grouped *g, bool dgrad, const void *x_p,
-                              const void *w, void *ws, size_t ws_bytes, const void *y_p)
+// y from x and w, dx (in place of x) from dy (of y) and w, or dw (of w) += from x and dy.
+static dpl_status run(dpl_ctx *ctx, const dpl_gemm_grouped *g, product which, const void *x_p,
+                      void *w, void *ws, size_t ws_bytes, const void *y_p)
 {
+    const bool packed = g && g->packed && which != WGRAD;
     dpl_mat x, y;
     DPL_TRY(check_gemm(ctx, g, x_p, y_p, &x, &y));
     if (g->offsets[g->n_groups] == 0) return DPL_OK;
-    if (!w || (g->packed && (uintptr_t)w % DPL_ALIGN))
-        return dpl_fail(DPL_EINVAL,
-                        "grouped GEMM: weights at %p, expected an address that, when packed, %d "
-                        "divides",
+    if (!w) return dpl_fail(DPL_EINVAL, "grouped GEMM: w or dw is NULL");
+    if (packed && (uintptr_t)w % DPL_ALIGN)
+        return dpl_fail(DPL_EINVAL, "grouped GEMM: packed weights at %p, expected a multiple of %d",
                         w, DPL_ALIGN);
-    if (g->packed) {
+    if (!packed) DPL_TRY(dpl_check_workspace(ws, ws_bytes, dpl_gemm_workspace_bytes(g)));
+    if (packed) {
         const dpl_weight weight = {w, g->weights, g->n_groups, g->n, g->k};
-        multiply(ctx, dgrad, x, &weight, (dpl_groups){g->n_groups, g->n_rows, g->offsets}, y);
-        return DPL_OK;
+        multiply(ctx, which, x, &weight, (dpl_groups){g->n_groups, g->n_rows, g->offsets}, y);
     }
-    DPL_TRY(dpl_check_workspace(ws, ws_bytes, dpl_gemm_workspace_bytes(g)));
-    for (size_t i = 0; i < g->n_groups; i++) {
-        if (group_rows(g, i) == 0) continue;
-        const size_t row = (size_t)g->offsets[i];
-        const dpl_weight weight = pack_group(ctx, g, w, i, ws);
-        multiply(ctx, dgrad, dpl_mat_at(x, row, 0), &weight, dpl_one_group(group_rows(g, i)),
-                 dpl_mat_at(y, row, 0));
+    for (size_t i = 0; i < g->n_groups && !packed; i++) {
+        const size_t row = (size_t)g->offsets[i], n_rows = (size_t)g->offsets[i + 1] - row;
+        if (n_rows == 0) continue;
+        const dpl_mat x_i = dpl_mat_at(x, row, 0), y_i = dpl_mat_at(y, row, 0);
+        const dpl_groups one = dpl_one_group(n_rows);
+        if (which == WGRAD) {
+            float *dw = (float *)w + i * g->n * g->k;
+            dpl_panel_pack(ctx, dw, 1, g->n, g->k, ws);
+            dpl_gemm_wgrad(ctx, y_i, x_i, one, g->n, g->k, g->weights, ws);
+            dpl_panel_unpack(ctx, ws, 1, g->n, g->k, dw);
+        } else {
+            const dpl_weight weight = pack_group(ctx, g, w, i, ws);
+            multiply(ctx, which, x_i, &weight, one, y_i);
+        }
+        dpl_ctx_wait(ctx); // The workspace is used again.
     }
+    dpl_ctx_wait(ctx);
     return DPL_OK;
 }
 
 dpl_status dpl_gemm_grouped_forward(dpl_ctx *ctx, const dpl_gemm_grouped *g, const void *x,
                                     const void *w, void *ws, size_t ws_bytes, void *y_out)
 {
-    return run_product(ctx, g, false, x, w, ws, ws_bytes, y_out);
+    return run(ctx, g, FORWARD, x, (void *)(uintptr_t)w, ws, ws_bytes, y_out);
 }
 
 dpl_status dpl_gemm_grouped_dgrad(dpl_ctx *ctx, const dpl_gemm_grouped *g, const void *dy,
                                   const void *w, void *ws, size_t ws_bytes, void *dx_out)
 {
-    return run_product(ctx, g, true, dx_out, w, ws, ws_bytes, dy);
+    return run(ctx, g, DGRAD, dx_out, (void *)(uintptr_t)w, ws, ws_bytes, dy);
 }
 
 dpl_status dpl_gemm_grouped_wgrad(dpl_ctx *ctx, const dpl_gemm_grouped *g, const void *dy,
                                   const void *x, void *ws, size_t ws_bytes, float *dw)
 {
-    dpl_mat x_in, dy_in;
-    DPL_TRY(check_gemm(ctx, g, x, dy, &x_in, &dy_in));
-    if (g->offsets[g->n_groups] == 0) return DPL_OK;
-    if (!dw) return dpl_fail(DPL_EINVAL, "grouped GEMM: dw is NULL");
-    DPL_TRY(dpl_check_workspace(ws, ws_bytes, dpl_gemm_workspace_bytes(g)));
-    for (size_t i = 0; i < g->n_groups; i++) {
-        if (group_rows(g, i) == 0) continue;
-        const size_t row = (size_t)g->offsets[i];
-        float *group = dw + i * g->n * g->k;
-        dpl_panel_pack(ctx, group, 1, g->n, g->k, ws);
-        dpl_gemm_wgrad(ctx, dpl_mat_at(dy_in, row, 0), dpl_mat_at(x_in, row, 0),
-                       dpl_one_group(group_rows(g, i)), g->n, g->k, g->weights, ws);
-        dpl_panel_unpack(ctx, ws, 1, g->n, g->k, group);
-        dpl_ctx_wait(ctx);
-    }
-    return DPL_OK;
+    return run(ctx, g, WGRAD, x, dw, ws, ws_bytes, dy);
 }
 
 /* ---- routing and permutation ---------------------------------------------------------------- */

@@ -1,6 +1,6 @@
 /*
- * cpu_level.c - which instruction-set level the kernels may use; asked when a context opens. A level
- * is granted only when the processor and the system have all of its features.
+ * cpu_level.c - which instruction-set level the kernels may use; asked when a context opens. It is
+ * granted only when the processor and the system have all of its features.
  */
 #include <stdio.h>
 #include <stdlib.h>

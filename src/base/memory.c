@@ -114,7 +114,8 @@ void dpl_arena_close(dpl_arena **arena)
 {
     dpl_arena *a = *arena;
     if (!a) return;
-    ASAN_UNPOISON_MEMORY_REGION(a->base, a->peak * STRETCH); // The next owner of these addresses expects them clean.
+    // The next owner of these addresses expects them clean.
+    ASAN_UNPOISON_MEMORY_REGION(a->base, a->peak * STRETCH);
     munmap(a->mapping, a->mapping_bytes);
     dpl_free(a);
     *arena = NULL;

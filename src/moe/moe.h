@@ -86,9 +86,8 @@ void *dpl_moe_keep(dpl_ctx *ctx, dpl_moe_memory *memory, size_t bytes);
 dpl_status dpl_ep_check_slots(size_t n_tokens, size_t top_k);
 // DPL_EINVAL names the token of an id that is out of range or chosen twice. ids: (T, K), host.
 dpl_status dpl_ep_check_ids(const int32_t *ids, size_t n_tokens, size_t top_k, size_t n_experts);
-// DPL_ENOSUP where the exchange cannot be done with so many ranks.
-dpl_status dpl_ep_check_ranks(const dpl_comm *comm);
-// Of a call as a whole; agreed.
+dpl_status dpl_ep_check_ranks(const dpl_comm *comm); // DPL_ENOSUP with so many ranks
+// All of a call but its ids; agreed.
 dpl_status dpl_ep_check(dpl_comm *comm, const dpl_moe_shape *shape, size_t n_tokens);
 dpl_ep dpl_ep_alloc(dpl_ctx *ctx, dpl_moe_memory *memory, const dpl_moe_shape *shape,
                     size_t n_tokens);

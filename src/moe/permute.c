@@ -48,19 +48,14 @@ dpl_status dpl_ep_check_ids(const int32_t *ids, size_t n_tokens, size_t top_k, s
     return DPL_OK;
 }
 
-static dpl_status check_experts(const dpl_moe_shape *shape)
-{
-    if (shape->first_expert == 0 && shape->n_local == shape->rule.n_experts) return DPL_OK;
-    return dpl_fail(DPL_EINVAL, "experts %zu to %zu on the only rank, expected 0 to %zu",
-                    shape->first_expert, shape->first_expert + shape->n_local - 1,
-                    shape->rule.n_experts - 1);
-}
-
 dpl_status dpl_ep_check(dpl_comm *comm, const dpl_moe_shape *shape, size_t n_tokens)
 {
     DPL_TRY(dpl_ep_check_ranks(comm));
-    dpl_status status = check_experts(shape);
-    if (status == DPL_OK) status = dpl_ep_check_slots(n_tokens, shape->rule.top_k);
+    dpl_status status = dpl_ep_check_slots(n_tokens, shape->rule.top_k);
+    if (shape->first_expert != 0 || shape->n_local != shape->rule.n_experts)
+        status = dpl_fail(DPL_EINVAL, "experts %zu to %zu on the only rank, expected 0 to %zu",
+                          shape->first_expert, shape->first_expert + shape->n_local - 1,
+                          shape->rule.n_experts - 1);
     return status == DPL_OK ? DPL_OK : dpl_comm_agree(comm, status);
 }
 
