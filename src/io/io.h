@@ -16,19 +16,18 @@
 
 /* ---- files (file.c) -------------------------------------------------------------------------- */
 
-typedef struct dpl_map { // a whole file, mapped read-only
+typedef struct dpl_map { // a whole file, mapped read-only; an empty one: "" and 0 bytes
     const uint8_t *data;
     size_t bytes;
 } dpl_map;
-dpl_status dpl_map_open(const char *path, dpl_map *map_out); // an empty file: "" and 0 bytes
+dpl_status dpl_map_open(const char *path, dpl_map *map_out);
 void dpl_map_close(dpl_map *map);
 
 bool dpl_path_exists(const char *path);
 bool dpl_path_is_dir(const char *path);
 dpl_status dpl_make_dirs(const char *path); // like mkdir -p
 dpl_status dpl_remove_tree(const char *path);
-// "DIR/NAME" into out, which holds PATH_MAX bytes and may be dir; a longer path is an error, as it
-// is in all functions here.
+// "DIR/NAME" into out, which holds PATH_MAX bytes and may be dir. Longer paths are errors anywhere.
 dpl_status dpl_path_join(const char *dir, const char *name, char *out);
 
 // A file that appears under its name at commit, synced, or not at all. Until then its bytes are in
@@ -41,17 +40,14 @@ dpl_status dpl_out_open(const char *path, dpl_out *out);
 dpl_status dpl_out_write(dpl_out *out, const void *data, size_t bytes);
 dpl_status dpl_out_commit(dpl_out *out);
 void dpl_out_abandon(dpl_out *out);
-// The same for bytes that are all there.
-dpl_status dpl_write_file(const char *path, const void *data, size_t bytes);
-// An all-or-nothing directory: stage gives an empty "PARENT/.NAME.tmp" to be filled, commit syncs
-// all in it and gives it the final name, which has either the old directory or the new one at any
-// moment. After a failed commit the caller abandons, which removes the staged one. Replacing needs
-// a file system that can swap two names (DPL_ENOSUP).
+dpl_status dpl_write_file(const char *path, const void *data, size_t bytes); // all that at once
+// An all-or-nothing directory: open gives an empty "PARENT/.NAME.tmp" to be filled, commit syncs
+// all in it and swaps it with what has the final name (DPL_ENOSUP: the file system cannot), abandon
+// removes it, after a failed commit too.
 dpl_status dpl_stage_open(const char *final_path, char *staged_path_out, size_t path_size);
 dpl_status dpl_stage_commit(const char *staged_path, const char *final_path);
 void dpl_stage_abandon(const char *staged_path);
-// Tests: the n-th write, sync or rename from now fails with ENOSPC, once; a write leaves half its
-// bytes (0: off).
+// Tests: the n-th write (halfway), sync or rename from now fails with ENOSPC, once (0: off).
 void dpl_fault_write(size_t nth);
 
 /* ---- JSON, YAML (text_formats.c) ------------------------------------------------------------- */
@@ -64,14 +60,12 @@ dpl_status dpl_json_write(const char *path, const json_t *object);
 // A flat YAML mapping (what MaxText's configurations are). Calls fn for each key in file order with
 // the scalar's text; a sequence comes as its JSON text (["silu", "linear"]), null and "" as "".
 // Nested mappings, anchors, tags, duplicate keys and several documents are errors with file and
-// line; so is a failing fn, whose text they precede.
+// line, which are put before the text of a failing fn too.
 typedef dpl_status (*dpl_yaml_fn)(void *arg, const char *key, const char *value, int line);
 dpl_status dpl_yaml_read(const char *path, dpl_yaml_fn fn, void *arg);
 
-// Locale-independent numbers, whole string or nothing. Infinite or NaN results are refused.
-// Underscores between digits and 0x are accepted for integers (YAML 1.1 habits), exponents without
-// a dot (2e-5) for floats; every integer is a float too. 010 is no integer, because it means 8 to
-// some readers and 10 to others.
+// Numbers in any locale, whole string or nothing, finite. 1_000 and 0x10 are integers and floats
+// (YAML 1.1 habits), 2e-5 is a float; 010 is no integer: 8 to some readers and 10 to others.
 dpl_status dpl_parse_f64(const char *text, double *value_out);
 dpl_status dpl_parse_i64(const char *text, int64_t *value_out);
 
@@ -115,27 +109,24 @@ const dpl_st_tensor *dpl_st_at(const dpl_st_file *file, size_t i);           // 
 const dpl_st_tensor *dpl_st_find(const dpl_st_file *file, const char *name); // NULL: none
 const char *dpl_st_path(const dpl_st_file *file);
 const char *dpl_st_metadata(const dpl_st_file *file, const char *key); // NULL: none
-// Converts F64, F32, F16, BF16 to fp32; elements first .. first+n-1. Other dtypes are an error.
+// Elements first .. first+n-1, from F64, F32, F16, BF16; and from any integer dtype. Others: error.
 dpl_status dpl_st_read_f32(const dpl_st_tensor *tensor, size_t first, size_t n, float *dst);
-// Converts any integer dtype to int64.
 dpl_status dpl_st_read_i64(const dpl_st_tensor *tensor, size_t first, size_t n, int64_t *dst);
 
-// Streaming writer: all tensors are declared first (names unique), then their bytes are appended in
-// that order, in as many pieces as wanted. The file appears under `path` at close, synced; on any
-// error, or abandon, nothing is left.
+// All tensors are declared first, then their bytes are appended in that order, in as many pieces as
+// wanted. The file appears at finish, which closes in any case and checks that every byte came.
 typedef struct dpl_st_writer dpl_st_writer;
 dpl_status dpl_st_create(const char *path, const dpl_st_tensor *tensors, size_t n_tensors,
                          const char *const *metadata /* key, value, ..., NULL; or NULL */,
                          dpl_st_writer **writer_out);
 dpl_status dpl_st_append(dpl_st_writer *writer, const void *data, size_t bytes);
-dpl_status dpl_st_finish(dpl_st_writer **writer); // checks that every byte came; closes in any case
+dpl_status dpl_st_finish(dpl_st_writer **writer);
 void dpl_st_abandon(dpl_st_writer **writer);
 
 // A model directory's weights, one file or shards with an index:
 // model.safetensors (which wins if both are there), or model.safetensors.index.json and the shards
-// that it names: the index decides which file holds a tensor; a shard missing on disk, a name
-// absent from its shard, or a tensor in a listed shard that the index does not name is an error.
-// Stale shards that the index does not name are ignored.
+// that it names; other shards are ignored. A shard missing on disk, a name absent from its shard,
+// or a tensor in a shard that the index does not name is an error.
 typedef struct dpl_shards dpl_shards;
 dpl_status dpl_shards_open(const char *dir, dpl_shards **shards_out);
 void dpl_shards_close(dpl_shards **shards);
@@ -154,29 +145,25 @@ dpl_status dpl_shards_write(const char *dir, const dpl_st_tensor *tensors, size_
 
 /* ---- text and tokens (tokens.c) -------------------------------------------------------------- */
 
-// A source of tokens: documents one after the other. Text files (UTF-8 bytes as tokens, each file a
-// document, byte exact: nothing is dropped or replaced), or token shards: llm.c's header (256
-// int32: magic 20240520 and version 1: uint16, or magic 20240801 and version 7 or 1: uint32; then
-// the token count), or headerless with the width given; each a document. A folder stands for its
-// files, sorted by name, recursively; hidden ones are skipped, as are other names than *.bin where
-// shards are wanted.
+// Documents of tokens one after the other, each a file: text (UTF-8 bytes as tokens; nothing is
+// dropped or replaced), or token shards: llm.c's header (256 int32: magic 20240520 and version 1:
+// uint16, or magic 20240801 and version 7 or 1: uint32; then the token count), or headerless with
+// the width given. A folder stands for its files, sorted by name, recursively; hidden ones are
+// skipped, as are other names than *.bin where shards are wanted.
 typedef enum dpl_source_kind { DPL_SOURCE_TEXT, DPL_SOURCE_BIN } dpl_source_kind;
 typedef struct dpl_source dpl_source;
-// bin_width: 0 (the header decides), 2 or 4 (headerless). vocab: a token >= vocab is an error with
-// file and offset, found when the source is opened. Empty files are skipped with a notice; a source
-// without any token is an error.
+// bin_width: 0 (the header decides), 2 or 4 (headerless). A token >= vocab is an error at open.
+// Empty files are skipped with a notice; a source without any token is an error.
 dpl_status dpl_source_open(const char *path, dpl_source_kind kind, int bin_width, size_t vocab,
                            dpl_source **source_out);
 void dpl_source_close(dpl_source **source);
 uint64_t dpl_source_tokens(const dpl_source *source);
 size_t dpl_source_documents(const dpl_source *source);
-// First token of document i; i = n_documents gives the number of tokens.
+// First token of document i (i = n_documents: the number of tokens); the document of a token.
 uint64_t dpl_source_document(const dpl_source *source, size_t i);
-// The document that holds a token.
 size_t dpl_source_document_of(const dpl_source *source, uint64_t token);
 void dpl_source_read(const dpl_source *source, uint64_t first, size_t n, int32_t *ids);
-// Writes a .bin shard with llm.c's header (uint16 if vocab <= 65536), streaming, atomically; n <
-// 2^31.
+// Writes a .bin shard with llm.c's header (uint16 if vocab <= 65536), atomically; n < 2^31.
 dpl_status dpl_bin_write(const char *path, size_t vocab, const int32_t *ids, size_t n);
 
 #endif

@@ -199,15 +199,11 @@ static dpl_status read_header(dpl_st_file *file)
 dpl_status dpl_st_open(const char *path, dpl_st_file **file_out)
 {
     dpl_st_file *file = dpl_alloc(sizeof *file);
-    dpl_status status = DPL_OK;
-    if (!file || !(file->path = dpl_strdup(path)))
-        status = dpl_fail(DPL_ENOMEM, "no memory to open %s", path);
-    if (status == DPL_OK) status = dpl_map_open(path, &file->map);
+    dpl_status status = file && (file->path = dpl_strdup(path)) ? dpl_map_open(path, &file->map)
+                        : dpl_fail(DPL_ENOMEM, "no memory to open %s", path);
     if (status == DPL_OK) status = read_header(file);
-    if (status == DPL_OK)
-        *file_out = file;
-    else
-        dpl_st_close(&file);
+    if (status == DPL_OK) *file_out = file;
+    else dpl_st_close(&file);
     return status;
 }
 
@@ -267,14 +263,14 @@ static dpl_status check_range(const dpl_st_tensor *tensor, size_t first, size_t 
                     n_elems, n, first);
 }
 
-#define CONVERT(id, type, expression)                                       \
-    case DPL_ST_##id:                                                       \
-        for (size_t i = 0; i < n; i++) {                                    \
-            type v;                                                         \
+#define CONVERT(id, type, expression)                                        \
+    case DPL_ST_##id:                                                        \
+        for (size_t i = 0; i < n; i++) {                                     \
+            type v;                                                          \
             memcpy(&v, tensor->data + (first + i) * sizeof(type), sizeof v); \
-            dst[i] = (expression);                                          \
-        }                                                                   \
-        break;
+            dst[i] = (expression);                                           \
+        }                                                                    \
+        return DPL_OK;
 
 dpl_status dpl_st_read_f32(const dpl_st_tensor *tensor, size_t first, size_t n, float *dst)
 {
@@ -288,30 +284,24 @@ dpl_status dpl_st_read_f32(const dpl_st_tensor *tensor, size_t first, size_t n, 
         return dpl_fail(DPL_EFORMAT, "tensor %s is %s, expected F32, BF16, F16 or F64",
                         tensor->name, dpl_st_dtype_name(tensor->dtype));
     }
-    return DPL_OK;
 }
 
 dpl_status dpl_st_read_i64(const dpl_st_tensor *tensor, size_t first, size_t n, int64_t *dst)
 {
+    const char *name = dpl_st_dtype_name(tensor->dtype);
+    const size_t width = dpl_st_dtype_bytes(tensor->dtype), n_bits_unused = 64 - 8 * width;
+    const bool is_signed = *name == 'I';
     DPL_TRY(check_range(tensor, first, n));
-    switch (tensor->dtype) {
-        CONVERT(BOOL, uint8_t, v)
-        CONVERT(U8, uint8_t, v)
-        CONVERT(I8, int8_t, v)
-        CONVERT(U16, uint16_t, v)
-        CONVERT(I16, int16_t, v)
-        CONVERT(U32, uint32_t, v)
-        CONVERT(I32, int32_t, v)
-        CONVERT(I64, int64_t, v)
-        CONVERT(U64, int64_t, v)
-    default:
-        return dpl_fail(DPL_EFORMAT, "tensor %s is %s, expected integers", tensor->name,
-                        dpl_st_dtype_name(tensor->dtype));
-    }
-    for (size_t i = 0; i < n && tensor->dtype == DPL_ST_U64; i++)
-        if (dst[i] < 0)
+    if (!is_signed && *name != 'U' && tensor->dtype != DPL_ST_BOOL)
+        return dpl_fail(DPL_EFORMAT, "tensor %s is %s, expected integers", tensor->name, name);
+    for (size_t i = 0; i < n; i++) {
+        uint64_t v = 0;
+        memcpy(&v, tensor->data + (first + i) * width, width);
+        dst[i] = is_signed ? (int64_t)(v << n_bits_unused) >> n_bits_unused : (int64_t)v;
+        if (!is_signed && dst[i] < 0)
             return dpl_fail(DPL_EFORMAT, "tensor %s: element %zu does not fit in 63 bits",
                             tensor->name, first + i);
+    }
     return DPL_OK;
 }
 
@@ -412,10 +402,8 @@ dpl_status dpl_shards_open(const char *dir, dpl_shards **shards_out)
     dpl_status status = has_single ? DPL_OK : dpl_json_read(index_path, &index);
     if (status == DPL_OK) status = open_files(shards, dir, index_path, index);
     json_decref(index);
-    if (status == DPL_OK)
-        *shards_out = shards;
-    else
-        dpl_shards_close(&shards);
+    if (status == DPL_OK) *shards_out = shards;
+    else dpl_shards_close(&shards);
     return status;
 }
 

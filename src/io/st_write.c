@@ -87,10 +87,8 @@ dpl_status dpl_st_create(const char *path, const dpl_st_tensor *tensors, size_t 
     if (status == DPL_OK && (status = write_header(&writer->out, header)) != DPL_OK)
         dpl_out_abandon(&writer->out);
     json_decref(header);
-    if (status == DPL_OK)
-        *writer_out = writer;
-    else
-        dpl_free(writer);
+    if (status == DPL_OK) *writer_out = writer;
+    else dpl_free(writer);
     return status;
 }
 
@@ -133,8 +131,7 @@ void dpl_st_abandon(dpl_st_writer **writer)
 typedef struct shard_plan {
     const char *dir;
     dpl_st_tensor *tensors; // in the order of writing
-    size_t *source;         // their numbers in the caller's list
-    size_t *shard_end;      // the first tensor of the next shard
+    size_t *source, *shard; // their numbers in the caller's list; their shards
     size_t n_tensors, n_shards;
     uint64_t total_bytes;
 } shard_plan;
@@ -153,8 +150,8 @@ static dpl_status make_plan(shard_plan *plan, const dpl_st_tensor *tensors, size
     const size_t n = plan->n_tensors;
     plan->tensors = dpl_alloc_array(n, sizeof *plan->tensors);
     plan->source = dpl_alloc_array(n, sizeof *plan->source);
-    plan->shard_end = dpl_alloc_array(n + 1, sizeof *plan->shard_end);
-    if (!plan->tensors || !plan->source || !plan->shard_end)
+    plan->shard = dpl_alloc_array(n, sizeof *plan->shard);
+    if (!plan->tensors || !plan->source || !plan->shard)
         return dpl_fail(DPL_ENOMEM, "no memory to write %s", plan->dir);
     size_t n_placed = 0;
     uint64_t in_shard = 0, bytes;
@@ -163,17 +160,15 @@ static dpl_status make_plan(shard_plan *plan, const dpl_st_tensor *tensors, size
         if (!dpl_st_shape_bytes(tensor, &bytes) || bytes > INT64_MAX - plan->total_bytes)
             return dpl_fail(DPL_EINVAL, "tensor %s has no valid dtype and shape", tensor->name);
         if (dpl_st_dtype_bytes(tensor->dtype) != 8u >> i / n) continue;
-        if (shard_bytes > 0 && in_shard > 0 && in_shard + bytes > shard_bytes) {
-            plan->shard_end[plan->n_shards++] = n_placed;
-            in_shard = 0;
-        }
-        in_shard += bytes;
+        const bool full = shard_bytes > 0 && in_shard > 0 && in_shard + bytes > shard_bytes;
+        in_shard = full ? bytes : in_shard + bytes;
+        plan->n_shards += full;
         plan->total_bytes += bytes;
         plan->source[n_placed] = i % n;
+        plan->shard[n_placed] = plan->n_shards - 1;
         plan->tensors[n_placed] = *tensor;
         plan->tensors[n_placed++].bytes = bytes;
     }
-    plan->shard_end[plan->n_shards++] = n;
     return DPL_OK;
 }
 
@@ -183,12 +178,10 @@ static dpl_status make_index(const shard_plan *plan, json_t **index_out)
     *index_out = json_pack("{s:{s:I}, s:o}", "metadata", "total_size",
                            (json_int_t)plan->total_bytes, "weight_map", map);
     if (!*index_out) return dpl_fail(DPL_ENOMEM, "no memory to write %s", plan->dir);
-    for (size_t i = 0, shard = 0; i < plan->n_tensors; i++) {
+    for (size_t i = 0; i < plan->n_tensors; i++) {
         const char *name = plan->tensors[i].name;
         char file[NAME_BYTES];
-        while (i >= plan->shard_end[shard])
-            shard++;
-        shard_name(plan, shard, file);
+        shard_name(plan, plan->shard[i], file);
         if (json_object_get(map, name))
             return dpl_fail(DPL_EINVAL, "%s: the name %s is taken", plan->dir, name);
         if (json_object_set_new(map, name, json_string(file)) != 0)
@@ -197,18 +190,21 @@ static dpl_status make_index(const shard_plan *plan, json_t **index_out)
     return DPL_OK;
 }
 
-static dpl_status write_shard(const shard_plan *plan, size_t i_shard, dpl_fill_fn fill, void *arg)
+// Moves *next from the shard's first tensor to the one behind its last.
+static dpl_status write_shard(const shard_plan *plan, size_t i_shard, dpl_fill_fn fill, void *arg,
+                              size_t *next)
 {
     static const char *const metadata[] = {"format", "pt", NULL};
-    const size_t first = i_shard > 0 ? plan->shard_end[i_shard - 1] : 0;
-    const size_t end = plan->shard_end[i_shard];
+    const size_t first = *next;
+    while (*next < plan->n_tensors && plan->shard[*next] == i_shard)
+        ++*next;
     char name[NAME_BYTES], path[PATH_MAX];
     shard_name(plan, i_shard, name);
     DPL_TRY(dpl_path_join(plan->dir, name, path));
     dpl_st_writer *writer;
-    DPL_TRY(dpl_st_create(path, plan->tensors + first, end - first, metadata, &writer));
+    DPL_TRY(dpl_st_create(path, plan->tensors + first, *next - first, metadata, &writer));
     dpl_status status = DPL_OK;
-    for (size_t i = first; i < end && status == DPL_OK; i++) {
+    for (size_t i = first; i < *next && status == DPL_OK; i++) {
         const uint64_t before = writer->written;
         status = fill(arg, plan->source[i], writer);
         if (status == DPL_OK && writer->written - before != plan->tensors[i].bytes)
@@ -248,18 +244,18 @@ static dpl_status remove_stale(const shard_plan *plan)
 dpl_status dpl_shards_write(const char *dir, const dpl_st_tensor *tensors, size_t n_tensors,
                             size_t shard_bytes, dpl_fill_fn fill, void *arg)
 {
-    shard_plan plan = {.dir = dir, .n_tensors = n_tensors};
+    shard_plan plan = {.dir = dir, .n_tensors = n_tensors, .n_shards = 1};
     json_t *index = NULL;
     char path[PATH_MAX];
     dpl_status status = dpl_path_join(dir, DPL_ST_INDEX, path);
     if (status == DPL_OK) status = make_plan(&plan, tensors, shard_bytes);
     if (status == DPL_OK) status = make_index(&plan, &index);
-    for (size_t i = 0; i < plan.n_shards && status == DPL_OK; i++)
-        status = write_shard(&plan, i, fill, arg);
+    for (size_t i = 0, next = 0; i < plan.n_shards && status == DPL_OK; i++)
+        status = write_shard(&plan, i, fill, arg, &next);
     if (status == DPL_OK && plan.n_shards > 1) status = dpl_json_write(path, index);
     if (status == DPL_OK) status = remove_stale(&plan);
     json_decref(index);
-    dpl_free(plan.shard_end);
+    dpl_free(plan.shard);
     dpl_free(plan.source);
     dpl_free(plan.tensors);
     return status;

@@ -7,11 +7,8 @@
  */
 #include <assert.h>
 #include <dirent.h>
-#include <errno.h>
-#include <limits.h>
 #include <stdlib.h>
 #include <sys/stat.h>
-#include <unistd.h>
 
 #include "io/io.h"
 
@@ -85,15 +82,12 @@ static dpl_status bin_layout(const char *path, const dpl_map *map, int *width, s
     memcpy(head, map->data, DPL_MIN(map->bytes, sizeof head));
     const bool magic = map->bytes >= HEADER_BYTES &&
                        (head[0] == MAGIC_U16 || head[0] == MAGIC_U32);
-    if (magic && *width != 0)
-        return dpl_fail(DPL_EFORMAT, "%s: byte 0: a header, though the width is given; leave the "
-                        "width out", path);
-    if (*width != 0) {
-        const size_t half = map->bytes % (size_t)*width;
-        if (half == 0) return DPL_OK;
-        return dpl_fail(DPL_EFORMAT, "%s: byte %zu: half a token; %zu bytes are no multiple of %d",
-                        path, map->bytes - half, map->bytes, *width);
-    }
+    const size_t half = *width ? map->bytes % (size_t)*width : 0;
+    if (*width && !magic && half == 0) return DPL_OK;
+    if (*width)
+        return dpl_fail(DPL_EFORMAT, "%s: byte %zu: %s", path, magic ? 0 : map->bytes - half,
+                        magic ? "a header, though the width is given; leave the width out"
+                              : "half a token");
     if (!magic)
         return dpl_fail(DPL_EFORMAT, "%s: byte 0: no token header (magic %d or %d); a headerless "
                         "file needs its width given", path, MAGIC_U16, MAGIC_U32);
@@ -116,7 +110,7 @@ static piece *add_piece(dpl_source *source, int width, const uint8_t *data)
     return p;
 }
 
-// Copies a small file behind the last ones, or into a new block. One block has one width.
+// Copies a small file behind the last one's bytes, or into a new block. A block has one width.
 static dpl_status add_copy(dpl_source *source, const uint8_t *data, size_t bytes, int width)
 {
     piece *last = source->n_pieces > 0 ? &source->pieces[source->n_pieces - 1] : NULL;
@@ -242,10 +236,8 @@ dpl_status dpl_source_open(const char *path, dpl_source_kind kind, int bin_width
         status = dpl_fail(DPL_EFORMAT, "%s: byte 0: there is no token in it", path);
     if (source->n_empty > 1) dpl_log("note: %s: %zu files are empty", path, source->n_empty);
     if (source->n_other > 1) dpl_log("note: %s: %zu files are no .bin", path, source->n_other);
-    if (status == DPL_OK)
-        *source_out = source;
-    else
-        dpl_source_close(&source);
+    if (status == DPL_OK) *source_out = source;
+    else dpl_source_close(&source);
     return status;
 }
 
@@ -300,11 +292,10 @@ size_t dpl_source_document_of(const dpl_source *source, uint64_t token)
 void dpl_source_read(const dpl_source *source, uint64_t first, size_t n, int32_t *ids)
 {
     assert(first <= source->n_tokens && n <= source->n_tokens - first);
-    const piece *last = source->pieces + source->n_pieces - 1;
-    const piece *p = source->pieces;
-    p += find_start(p, source->n_pieces, sizeof *p, first);
-    for (; n > 0; p++) {
-        const uint64_t end = p < last ? p[1].first : source->n_tokens;
+    size_t i = find_start(source->pieces, source->n_pieces, sizeof(piece), first);
+    for (; n > 0; i++) {
+        const piece *p = &source->pieces[i];
+        const uint64_t end = i + 1 < source->n_pieces ? p[1].first : source->n_tokens;
         const size_t n_here = (size_t)DPL_MIN((uint64_t)n, end - first);
         const uint8_t *data = p->data + (size_t)(first - p->first) * (size_t)p->width;
         for (size_t j = 0; j < n_here; j++)
@@ -315,38 +306,24 @@ void dpl_source_read(const dpl_source *source, uint64_t first, size_t n, int32_t
     }
 }
 
-/* ---- writing -------------------------------------------------------------------------------- */
-
-static dpl_status write_ids(dpl_out *out, size_t vocab, const int32_t *ids, size_t n, int width)
-{
-    uint8_t buffer[16384];
-    const size_t n_max = sizeof buffer / (size_t)width;
-    for (size_t start = 0; start < n; start += n_max) {
-        const size_t n_here = DPL_MIN(n_max, n - start);
-        for (size_t i = 0; i < n_here; i++) {
-            const int32_t id = ids[start + i];
-            if (id < 0 || (size_t)id >= vocab)
-                return dpl_fail(DPL_EINVAL, "%s: token %zu is %d, but the vocabulary has %zu",
-                                out->path, start + i, id, vocab);
-            memcpy(buffer + i * (size_t)width, &id, (size_t)width); // the low bytes come first
-        }
-        DPL_TRY(dpl_out_write(out, buffer, n_here * (size_t)width));
-    }
-    return DPL_OK;
-}
-
 dpl_status dpl_bin_write(const char *path, size_t vocab, const int32_t *ids, size_t n)
 {
     if (n > INT32_MAX)
         return dpl_fail(DPL_EINVAL, "%s: %zu tokens; a shard holds at most %d", path, n, INT32_MAX);
-    const int width = vocab <= 65536 ? 2 : 4;
-    const int32_t header[HEADER_BYTES / 4] = {width == 2 ? MAGIC_U16 : MAGIC_U32,
-                                              width == 2 ? VERSION_U16 : VERSION_U32, (int32_t)n};
-    dpl_out out;
-    DPL_TRY(dpl_out_open(path, &out));
-    dpl_status status = dpl_out_write(&out, header, sizeof header);
-    if (status == DPL_OK) status = write_ids(&out, vocab, ids, n, width);
-    if (status == DPL_OK) return dpl_out_commit(&out);
-    dpl_out_abandon(&out);
+    const size_t width = vocab <= 65536 ? 2 : 4, bytes = HEADER_BYTES + n * width;
+    const uint32_t header[3] = {width == 2 ? MAGIC_U16 : MAGIC_U32,
+                                width == 2 ? VERSION_U16 : VERSION_U32, (uint32_t)n};
+    uint8_t *file = dpl_alloc(bytes);
+    if (!file) return dpl_fail(DPL_ENOMEM, "no memory to write %s", path);
+    memcpy(file, header, sizeof header);
+    dpl_status status = DPL_OK;
+    for (size_t i = 0; i < n && status == DPL_OK; i++) {
+        memcpy(file + HEADER_BYTES + i * width, &ids[i], width); // The low bytes come first.
+        if (ids[i] < 0 || (size_t)ids[i] >= vocab)
+            status = dpl_fail(DPL_EINVAL, "%s: token %zu is %d, but the vocabulary has %zu", path,
+                              i, ids[i], vocab);
+    }
+    if (status == DPL_OK) status = dpl_write_file(path, file, bytes);
+    dpl_free(file);
     return status;
 }
