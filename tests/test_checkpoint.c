@@ -398,6 +398,35 @@ static void any_write_may_fail(void **state)
     dpl_config_close(&config);
 }
 
+// Whichever allocation fails while a run is opened or resumed: an error, and nothing leaks (the sanitizers look).
+static void any_allocation_may_fail(void **state)
+{
+    (void)state;
+    dpl_config *config = text_run("memory", "mtp_num_layers=0");
+    run_set(config, "num_experts=2");
+    run_set(config, "base_num_decoder_layers=2");
+    for (int resumed = 0; resumed < 2; resumed++) {
+        dpl_trainer *t = NULL;
+        size_t n = 0;
+        for (dpl_status status = DPL_ENOMEM; status != DPL_OK; n++) {
+            assert_true(n < 5000);
+            dpl_fault_alloc(n + 1);
+            status = dpl_trainer_open(ctx, config, &t);
+            dpl_fault_alloc(0);
+            if (status == DPL_OK) break;
+            assert_int_equal(status, DPL_ENOMEM);
+            assert_null(t);
+        }
+        print_message("  %zu places to fail\n", n);
+        assert_true(n > 50);
+        assert_int_equal(t->step, resumed);
+        run_steps(t, 1);
+        check_ok(dpl_trainer_save(t));
+        dpl_trainer_close(&t);
+    }
+    dpl_config_close(&config);
+}
+
 /* ---- the files of a run ---- */
 
 static void count_line(void *arg, const char *line)
@@ -514,6 +543,7 @@ int main(void)
         TEST(only_the_newest_are_kept),
         TEST(damage_is_found),
         TEST(any_write_may_fail),
+        TEST(any_allocation_may_fail),
         TEST(run_directory),
         TEST(not_finite_ends_the_run),
         TEST(ends_by_epochs_and_by_loss),
