@@ -1,6 +1,5 @@
 /*
- * base.h - what every other folder stands on: errors, log, memory, threads, CPU levels, random
- * numbers and number formats. Includes nothing of the project but the public header.
+ * base.h - what every other folder stands on; includes nothing of the project but dropless.h.
  *
  * Letters, used in names and shape comments everywhere: B batch, S sequence, T tokens on this
  * rank, D model width, F expert hidden width, E experts, EL experts on this rank, K experts per
@@ -36,8 +35,7 @@ static inline size_t dpl_div_up(size_t x, size_t unit)
 // Words this thread's error (dpl_error_message) and returns `status`.
 dpl_status dpl_fail(dpl_status status, const char *format, ...)
     __attribute__((format(printf, 2, 3), cold));
-// Puts "context: " before this thread's error text; for a caller that knows the place (a file, a
-// key, a layer) that the finder did not. Returns `status`.
+// Puts "place: " (a file, a key, a layer) before this thread's error text. Returns `status`.
 dpl_status dpl_fail_in(dpl_status status, const char *format, ...)
     __attribute__((format(printf, 2, 3), cold));
 
@@ -72,8 +70,7 @@ void dpl_fault_alloc(size_t nth);
 typedef struct dpl_arena dpl_arena;
 dpl_status dpl_arena_open(size_t reserve_bytes, dpl_arena **arena_out);
 void dpl_arena_close(dpl_arena **arena);
-// Never NULL: callers reserve what they planned; running over the reservation is a programmer's
-// error and aborts with a message.
+// Never NULL: running over the reservation is a programmer's error and aborts with a message.
 void *dpl_arena_alloc(dpl_arena *arena, size_t bytes);
 size_t dpl_arena_mark(const dpl_arena *arena);
 void dpl_arena_release(dpl_arena *arena, size_t mark); // back to `mark`
@@ -111,8 +108,8 @@ typedef enum dpl_cpu_level {
         DPL_CPU_N
 } dpl_cpu_level;
 const char *dpl_cpu_level_name(dpl_cpu_level level);
-// The best level of this machine, capped by the environment's DPL_CPU (ref, avx2, avx512). An
-// unknown name, or one above the machine, is DPL_EINVAL with the list of what is possible.
+// The best level of this machine, capped by the environment's DPL_CPU. An unknown name, or one
+// above the machine, is DPL_EINVAL with the list of what is possible.
 dpl_status dpl_cpu_level_detect(dpl_cpu_level *level_out);
 
 /* ---- random numbers: counter-based, so that any element can be drawn by any thread ---------- */

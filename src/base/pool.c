@@ -117,16 +117,6 @@ static void *work(void *arg)
     }
 }
 
-static void call_workers(dpl_pool *pool, int n_wanted)
-{
-    atomic_fetch_add(&pool->n_runs, 1);
-    // Threads that spin come by themselves; only the rest is worth a system call. One that counts
-    // as spinning and is about to sleep looks at n_runs once more before it does.
-    const int n_asleep = (int)atomic_load(&pool->n_sleeping);
-    const int n_to_wake = n_wanted - (pool->n_threads - 1 - n_asleep);
-    if (n_to_wake > 0) futex_wake(&pool->n_runs, n_to_wake);
-}
-
 static void shut_gate(dpl_pool *pool)
 {
     uint32_t inside = atomic_fetch_and(&pool->gate, ~GATE_OPEN) & ~GATE_OPEN;
@@ -153,7 +143,12 @@ void dpl_pool_run(dpl_pool *pool, size_t n_tasks, dpl_task_fn fn, void *arg)
     pool->n_tasks = n_tasks;
     atomic_store_explicit(&pool->next_task, 0, memory_order_relaxed);
     atomic_store(&pool->gate, GATE_OPEN);
-    call_workers(pool, (int)DPL_MIN(n_tasks - 1, (size_t)pool->n_threads - 1));
+    atomic_fetch_add(&pool->n_runs, 1);
+    // Threads that spin come by themselves; only the rest is worth a system call. One that counts
+    // as spinning and is about to sleep looks at n_runs once more before it does.
+    const int n_workers = pool->n_threads - 1, n_asleep = (int)atomic_load(&pool->n_sleeping);
+    const int n_to_wake = (int)DPL_MIN(n_tasks - 1, (size_t)n_workers) - (n_workers - n_asleep);
+    if (n_to_wake > 0) futex_wake(&pool->n_runs, n_to_wake);
     take_tasks(pool, 0);
     shut_gate(pool);
     pthread_mutex_unlock(&pool->busy);

@@ -53,45 +53,38 @@ size_t dpl_moe_saved_bytes(const dpl_moe_shape *shape, size_t n_tokens)
     return count.used_bytes;
 }
 
-// Steps 3 to 5.
-static void compute(dpl_ctx *ctx, const dpl_moe_shape *shape, const dpl_moe_weights *weights,
-                    dpl_mat x, const dpl_moe_saved *s, dpl_mat y)
-{
-    const size_t d = shape->d, n_tokens = s->n_tokens, mark = dpl_ctx_mark(ctx);
-    const bool has_shared = shape->shared_f > 0, direct = !has_shared || y.dtype == DPL_F32;
-    const dpl_mat out = keep_mat(ctx, NULL, shape->dtype, s->n_rows, d);
-    const dpl_mat sum = direct ? y : keep_mat(ctx, NULL, DPL_F32, n_tokens, d);
-    dpl_ep_dispatch(ctx, &s->ep, x, s->weights, d, s->rows, s->row_weight);
-    dpl_experts_forward(ctx, s->rows, s->row_weight, expert_groups(&s->ep), shape->f,
-                        &weights->gate_up, &weights->down, s->gate_up, s->hidden, out);
-    if (has_shared)
-        dpl_experts_forward(ctx, x, NULL, dpl_one_group(n_tokens), shape->shared_f,
-                            &weights->shared_gate_up, &weights->shared_down, s->shared_gate_up,
-                            s->shared_hidden, sum);
-    dpl_ep_combine(ctx, &s->ep, out, d, has_shared, sum);
-    if (!direct) dpl_copy(ctx, sum, n_tokens, d, y);
-    dpl_ctx_release(ctx, mark);
-}
-
 dpl_status dpl_moe_forward_in(dpl_ctx *ctx, dpl_comm *comm, const dpl_moe_shape *shape,
                               const dpl_moe_weights *weights, dpl_mat x, size_t n_tokens,
                               const int32_t *segment, const dpl_aux *aux, dpl_moe_memory *memory,
                               dpl_moe_saved *saved_out, dpl_mat y)
 {
-    dpl_moe_saved saved = {.n_tokens = n_tokens};
-    const size_t before = dpl_ctx_mark(ctx);
+    const bool has_shared = shape->shared_f > 0, direct = !has_shared || y.dtype == DPL_F32;
+    const size_t d = shape->d, before = dpl_ctx_mark(ctx);
+    dpl_moe_saved s = {.n_tokens = n_tokens};
     DPL_TRY(dpl_ep_check(comm, shape, n_tokens));
-    keep_routing(ctx, memory, shape, &saved);
-    dpl_router_forward(ctx, shape, weights, x, segment, aux, &saved);
-    const dpl_status status = dpl_ep_prepare(ctx, comm, saved.ids, &saved.ep, saved.aux);
+    keep_routing(ctx, memory, shape, &s);
+    dpl_router_forward(ctx, shape, weights, x, segment, aux, &s);
+    const dpl_status status = dpl_ep_prepare(ctx, comm, s.ids, &s.ep, s.aux);
     if (status != DPL_OK) {
         dpl_ctx_release(ctx, before);
         return status;
     }
-    saved.n_rows = saved.ep.n_rows;
-    keep_rows(ctx, memory, shape, &saved);
-    compute(ctx, shape, weights, x, &saved, y);
-    *saved_out = saved;
+    s.n_rows = s.ep.n_rows;
+    keep_rows(ctx, memory, shape, &s);
+    const size_t mark = dpl_ctx_mark(ctx);
+    const dpl_mat out = keep_mat(ctx, NULL, shape->dtype, s.n_rows, d);
+    const dpl_mat sum = direct ? y : keep_mat(ctx, NULL, DPL_F32, n_tokens, d);
+    dpl_ep_dispatch(ctx, &s.ep, x, s.weights, d, s.rows, s.row_weight);
+    dpl_experts_forward(ctx, s.rows, s.row_weight, expert_groups(&s.ep), shape->f,
+                        &weights->gate_up, &weights->down, s.gate_up, s.hidden, out);
+    if (has_shared)
+        dpl_experts_forward(ctx, x, NULL, dpl_one_group(n_tokens), shape->shared_f,
+                            &weights->shared_gate_up, &weights->shared_down, s.shared_gate_up,
+                            s.shared_hidden, sum);
+    dpl_ep_combine(ctx, &s.ep, out, d, has_shared, sum);
+    if (!direct) dpl_copy(ctx, sum, n_tokens, d, y);
+    dpl_ctx_release(ctx, mark);
+    *saved_out = s;
     return DPL_OK;
 }
 
