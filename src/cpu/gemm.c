@@ -197,10 +197,15 @@ static dpl_gemm_ahead fetch_ahead(const gemm_block *b, size_t p, size_t l0, size
     size_t l = l0 + i * depth / n_tiles;
     if (++p == b->p0 + b->n_panels) p = b->p0, l += depth;
     if (l >= b->depth) return (dpl_gemm_ahead){b->packed_b, 0, 1, 0};
-    size_t row = b->group * dpl_div_up(a->n, DPL_PANEL) * a->k;
-    row += a->op == FORWARD ? p * a->k + l : l / DPL_PANEL * a->k + p * DPL_PANEL + l % DPL_PANEL;
-    return (dpl_gemm_ahead){(const uint8_t *)a->weight + row * row_bytes, row_bytes / n_tiles,
-                            depth, 0};
+    const size_t group_row = b->group * dpl_div_up(a->n, DPL_PANEL) * a->k;
+    const uint8_t *w = (const uint8_t *)a->weight + group_row * row_bytes;
+    const size_t step_bytes = row_bytes / n_tiles;
+    if (a->op == FORWARD)
+        return (dpl_gemm_ahead){w + (p * a->k + l) * row_bytes, step_bytes, depth, 0};
+    // 32 rows of each panel of n.
+    return (dpl_gemm_ahead){
+        w + (l / DPL_PANEL * a->k + p * DPL_PANEL) * row_bytes, step_bytes, DPL_PANEL * n_tiles,
+        (DPL_MAX(a->k, (size_t)DPL_PANEL) - DPL_PANEL) * row_bytes + step_bytes};
 }
 
 // The left operand is packed on the way of the first panel, tile by tile: while one tile is
