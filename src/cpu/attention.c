@@ -18,12 +18,13 @@
 
 typedef struct attn_args {
     dpl_attention a;
-    dpl_ctx *ctx;
-    dpl_mat out, dout, dq, dkv, dk_rope;
+    const dpl_gemm_kernels *g;
+    dpl_mat out, dout, dq, dkv, dk_rope; // dq.p NULL: forward
     float *lse;
     float *work; // n_threads times work_size
     size_t work_size;
-    float *rope_parts; // backward: (B*H, S, d_rope), each head's share of dk_rope
+    float *rope_parts;           // backward: (B*H, S, d_rope), each head's share of dk_rope
+    size_t n_tiles, block_tiles; // query tiles of a sequence, and of a block
 } attn_args;
 static_assert(sizeof(attn_args) <= DPL_OP_ARGS_MAX, "the queue holds a copy of the arguments");
 
@@ -50,10 +51,8 @@ typedef struct attn_head {
     const dpl_gemm_kernels *g;
     const dpl_row_kernels *r;
     size_t n_seq, depth, d_nope, d_rope, d_v;
-    size_t ld_k, ld_v;           // panel widths of keys and values, in columns
-    size_t n_tiles, block_tiles; // query tiles of the sequence, and of a block
-    size_t row0, head;           // first row of the sequence in the batch; the head
-    dpl_mat q, k, v, k_rope, out, dout;
+    size_t nope_cols, ld_k, ld_v; // panel widths of key parts, keys and values, in columns
+    dpl_mat q, k, v, k_rope, out, dout, dq, dk, dv;
     const int32_t *segment;
     float *lse;
     attn_work w;
@@ -68,29 +67,20 @@ static size_t panel_columns(size_t d)
 static size_t lay_out(attn_work *w, const dpl_attention *a, size_t mr, bool backward, float *base)
 {
     const size_t depth = a->d_nope + a->d_rope, rows = DPL_MAX(BLOCK_ROWS, mr);
-    const size_t ld_k = panel_columns(a->d_nope) + panel_columns(a->d_rope),
-                 ld_v = panel_columns(a->d_v);
-    const size_t s = dpl_round_up(a->n_seq, DPL_PANEL), back = backward ? 1 : 0;
-    struct {
+    const size_t ld_k = panel_columns(a->d_nope) + panel_columns(a->d_rope);
+    const size_t ld_v = panel_columns(a->d_v), s = dpl_round_up(a->n_seq, DPL_PANEL);
+    const size_t back = backward ? 1 : 0;
+    const struct {
         float **p;
         size_t n;
     } blocks[] = {
-        {&w->kt, s * depth},
-        {&w->v, (1 - back) * s * ld_v},
-        {&w->vt, back * s * a->d_v},
-        {&w->k, back * s * ld_k},
-        {&w->dk, back * s * ld_k},
-        {&w->dv, back * s * ld_v},
-        {&w->q, rows * depth},
-        {&w->q_cols, back * rows * ld_k},
-        {&w->dout, back * rows * a->d_v},
-        {&w->dout_cols, back * rows * ld_v},
-        {&w->acc, rows * DPL_MAX(ld_k, ld_v)},
-        {&w->score, rows * KEY_BLOCK},
-        {&w->dp, back * rows * KEY_BLOCK},
-        {&w->left, DPL_MAX(rows, KEY_BLOCK) * mr},
-        {&w->max, rows},
-        {&w->sum, rows},
+        {&w->kt, s * depth}, {&w->v, (1 - back) * s * ld_v}, {&w->vt, back * s * a->d_v},
+        {&w->k, back * s * ld_k}, {&w->dk, back * s * ld_k}, {&w->dv, back * s * ld_v},
+        {&w->q, rows * depth}, {&w->q_cols, back * rows * ld_k},
+        {&w->dout, back * rows * a->d_v}, {&w->dout_cols, back * rows * ld_v},
+        {&w->acc, rows * DPL_MAX(ld_k, ld_v)}, {&w->score, rows * KEY_BLOCK},
+        {&w->dp, back * rows * KEY_BLOCK}, {&w->left, DPL_MAX(rows, KEY_BLOCK) * mr},
+        {&w->max, rows}, {&w->sum, rows},
     };
     size_t used = 0;
     for (size_t i = 0; i < DPL_COUNT(blocks); i++) {
@@ -100,49 +90,43 @@ static size_t lay_out(attn_work *w, const dpl_attention *a, size_t mr, bool back
     return used;
 }
 
-static attn_head open_head(const attn_args *x, size_t i_head, int i_thread, bool backward)
+static attn_head open_head(const attn_args *x, size_t i_head, const dpl_part *part)
 {
     const dpl_attention *a = &x->a;
-    const size_t b = i_head / a->n_heads, head = i_head % a->n_heads, row0 = b * a->n_seq;
-    const size_t mr = x->ctx->kernels->gemm.mr;
-    attn_head h = {.x = x,
-                   .g = &x->ctx->kernels->gemm,
-                   .r = &x->ctx->kernels->rows,
-                   .n_seq = a->n_seq,
-                   .depth = a->d_nope + a->d_rope,
-                   .d_nope = a->d_nope,
-                   .d_rope = a->d_rope,
-                   .d_v = a->d_v,
-                   .ld_v = panel_columns(a->d_v),
-                   .row0 = row0,
-                   .head = head};
-    h.ld_k = panel_columns(a->d_nope) + panel_columns(a->d_rope);
-    h.n_tiles = dpl_div_up(a->n_seq, mr);
-    h.block_tiles = DPL_MAX(1, BLOCK_ROWS / mr);
-    h.q = dpl_mat_at(a->q, row0, head * h.depth);
-    h.k = dpl_mat_at(a->kv, row0, head * (a->d_nope + a->d_v));
-    h.v = dpl_mat_at(a->kv, row0, head * (a->d_nope + a->d_v) + a->d_nope);
+    const size_t row0 = i_head / a->n_heads * a->n_seq, head = i_head % a->n_heads;
+    const size_t depth = a->d_nope + a->d_rope, key = head * (a->d_nope + a->d_v);
+    attn_head h = {x, x->g, part->k, a->n_seq, depth, a->d_nope, a->d_rope, a->d_v,
+                   .nope_cols = panel_columns(a->d_nope), .ld_v = panel_columns(a->d_v)};
+    h.ld_k = h.nope_cols + panel_columns(a->d_rope);
+    h.q = dpl_mat_at(a->q, row0, head * depth);
+    h.k = dpl_mat_at(a->kv, row0, key);
+    h.v = dpl_mat_at(h.k, 0, a->d_nope);
     h.k_rope = dpl_mat_at(a->k_rope, row0, 0);
     h.out = dpl_mat_at(x->out, row0, head * a->d_v);
-    if (backward) h.dout = dpl_mat_at(x->dout, row0, head * a->d_v);
+    if (x->dq.p) {
+        h.dout = dpl_mat_at(x->dout, row0, head * a->d_v);
+        h.dq = dpl_mat_at(x->dq, row0, head * depth);
+        h.dk = dpl_mat_at(x->dkv, row0, key);
+        h.dv = dpl_mat_at(h.dk, 0, a->d_nope);
+    }
     h.segment = a->segment ? a->segment + row0 : NULL;
     h.lse = x->lse + i_head * a->n_seq;
-    lay_out(&h.w, a, mr, backward, x->work + (size_t)i_thread * x->work_size);
+    lay_out(&h.w, a, h.g->mr, x->dq.p != NULL, x->work + (size_t)part->i_thread * x->work_size);
     return h;
-}
-
-static dpl_gemm_load load_of(dpl_mat m)
-{
-    return m.dtype == DPL_F32 ? DPL_LOAD_F32 : DPL_LOAD_BF16;
 }
 
 // Tiles cut the sequence evenly, so that none is left with a row or two.
 static size_t tile_row(const attn_head *h, size_t tile)
 {
-    return tile * h->n_seq / h->n_tiles;
+    return tile * h->n_seq / h->x->n_tiles;
 }
 
 /* ---- packing --------------------------------------------------------------------------------- */
+
+static dpl_gemm_load load_of(dpl_mat m)
+{
+    return m.dtype == DPL_F32 ? DPL_LOAD_F32 : DPL_LOAD_BF16;
+}
 
 // Rows 0..n_rows of m as [row / 32][column][32], a column range of panels of `depth` columns.
 static void pack_transposed(const attn_head *h, dpl_mat m, size_t n_rows, size_t n_columns,
@@ -153,30 +137,22 @@ static void pack_transposed(const attn_head *h, dpl_mat m, size_t n_rows, size_t
                         dpl_mat_row(m, row), m.ld, DPL_PANEL, to + row * depth);
 }
 
-// Rows of m as panels of 32 columns with `stride` rows each.
-static void pack_panels(const attn_head *h, dpl_mat m, size_t n_rows, size_t n_columns,
-                        size_t stride, float *to)
-{
-    for (size_t col = 0; col < n_columns; col += DPL_PANEL)
-        h->g->pack_cols(load_of(m), DPL_MIN(DPL_PANEL, n_columns - col), n_rows,
-                        dpl_mat_at(m, 0, col).p, m.ld, DPL_PANEL, to + col * stride);
-}
-
 static bool is_padding(const attn_head *h, size_t row)
 {
     return h->segment && h->segment[row] == 0;
 }
 
-// As above, but padding rows are 0: a probability of 0 times whatever they hold must be 0. Row 0 of
-// m is row `row0` of the sequence.
-static void pack_clean_panels(const attn_head *h, dpl_mat m, size_t row0, size_t n_rows,
-                              size_t n_columns, size_t stride, float *to)
+// Rows row0 .. row0+n_rows-1 of m as panels of 32 columns with `stride` rows each. Padding rows are
+// 0: a probability of 0 times whatever they hold must be 0.
+static void pack_panels(const attn_head *h, dpl_mat m, size_t row0, size_t n_rows, size_t n_columns,
+                        size_t stride, float *to)
 {
-    pack_panels(h, m, n_rows, n_columns, stride, to);
-    for (size_t row = 0; row < n_rows; row++)
-        if (is_padding(h, row0 + row))
-            for (size_t col = 0; col < n_columns; col += DPL_PANEL)
-                memset(to + col * stride + row * DPL_PANEL, 0, DPL_PANEL * sizeof *to);
+    for (size_t col = 0; col < n_columns; col += DPL_PANEL, to += DPL_PANEL * stride) {
+        h->g->pack_cols(load_of(m), DPL_MIN(DPL_PANEL, n_columns - col), n_rows,
+                        dpl_mat_at(m, row0, col).p, m.ld, DPL_PANEL, to);
+        for (size_t row = 0; h->segment && row < n_rows; row++)
+            if (is_padding(h, row0 + row)) memset(to + row * DPL_PANEL, 0, DPL_PANEL * sizeof *to);
+    }
 }
 
 static void pack_keys(const attn_head *h, size_t n_keys)
@@ -189,11 +165,10 @@ static void pack_keys(const attn_head *h, size_t n_keys)
 static void pack_tiles(const attn_head *h, dpl_mat m, size_t n_columns, size_t first, size_t last,
                        float *to)
 {
-    const size_t row0 = tile_row(h, first);
     for (size_t t = first; t < last; t++) {
         const size_t row = tile_row(h, t), n = tile_row(h, t + 1) - row;
-        h->g->pack_rows(load_of(m), n, n_columns, dpl_mat_row(m, row), m.ld, n,
-                        to + (row - row0) * n_columns);
+        h->g->pack_rows(load_of(m), n, n_columns, dpl_mat_row(m, row), m.ld, n, to);
+        to += n * n_columns;
     }
 }
 
@@ -208,10 +183,8 @@ static span_of_segments span_segments(const int32_t *segment, size_t n)
 {
     span_of_segments s = {INT32_MAX, INT32_MIN, false};
     for (size_t i = 0; i < n; i++) {
-        if (segment[i] == 0) {
-            s.padding = true;
-            continue;
-        }
+        s.padding |= segment[i] == 0;
+        if (segment[i] == 0) continue;
         s.low = DPL_MIN(s.low, segment[i]);
         s.high = DPL_MAX(s.high, segment[i]);
     }
@@ -250,11 +223,13 @@ static size_t mask_row(const attn_head *h, size_t row, size_t k0, size_t n, bool
     return seen > 0 ? n : 0;
 }
 
+/* ---- products -------------------------------------------------------------------------------- */
+
 // One tile product. Operands are in L2 already: what it would fetch ahead is its own first line.
 static void multiply(const attn_head *h, size_t m, size_t n, size_t kc, const float *left,
                      const float *right, float *c, size_t ldc, bool add)
 {
-    h->g->tile(m, n, kc, left, right, c, ldc, add, (dpl_gemm_ahead){right, 0});
+    h->g->tile(m, n, kc, left, right, c, ldc, add, (dpl_gemm_ahead){right, 0, 1, 0});
 }
 
 // score (m, n_keys) = one packed tile times keys k0.. ; whole panels of score are written.
@@ -266,14 +241,13 @@ static void multiply_keys(const attn_head *h, size_t m, size_t depth, const floa
                  false);
 }
 
-// c (m, d) += packed left (kc, m) times panels of `stride` rows, from row `first` on.
-static void multiply_panels(const attn_head *h, size_t m, size_t kc, const float *left,
-                            const float *panels, size_t stride, size_t first, size_t d, float *c,
-                            size_t ldc)
+// c (m, ld) += packed left (kc, m) times panels of `stride` rows, from row `first` on.
+static void multiply_panels(const attn_head *h, size_t m, size_t kc, const float *panels,
+                            size_t stride, size_t first, float *c, size_t ld)
 {
-    for (size_t j = 0; j < d; j += DPL_PANEL)
-        multiply(h, m, DPL_MIN(DPL_PANEL, d - j), kc, left, panels + j * stride + first * DPL_PANEL,
-                 c + j, ldc, true);
+    for (size_t j = 0; j < ld; j += DPL_PANEL)
+        multiply(h, m, DPL_PANEL, kc, h->w.left, panels + j * stride + first * DPL_PANEL, c + j, ld,
+                 true);
 }
 
 /* ---- forward --------------------------------------------------------------------------------- */
@@ -283,8 +257,8 @@ static void multiply_panels(const attn_head *h, size_t m, size_t kc, const float
 static void soften_row(const attn_head *h, size_t i, size_t n, size_t n_keys, float *score)
 {
     const attn_work *w = &h->w;
+    n = dpl_round_up(n, HIDDEN);
     if (n > 0) {
-        n = dpl_round_up(n, HIDDEN);
         const float max = h->r->max(score, n);
         if (max > w->max[i]) {
             if (w->sum[i] != 0) {
@@ -299,42 +273,58 @@ static void soften_row(const attn_head *h, size_t i, size_t n, size_t n_keys, fl
     if (n < n_keys) memset(score + n, 0, (n_keys - n) * sizeof *score);
 }
 
-// Tile `tile` of a block whose first row is q0, against keys k0..k1.
-static void forward_tile(const attn_head *h, size_t q0, size_t tile, size_t k0, size_t k1,
-                         bool mixed)
+// A tile of m queries from row0 on, the rows from i0 on of its block, against n_keys keys from k0.
+static void forward_tile(const attn_head *h, size_t row0, size_t m, size_t i0, size_t k0,
+                         size_t n_keys, bool mixed)
 {
     const attn_work *w = &h->w;
-    const size_t row0 = tile_row(h, tile), m = tile_row(h, tile + 1) - row0, i0 = row0 - q0;
     if (row0 + m <= k0) return;
-    const size_t n_keys = DPL_MIN(k1, row0 + m) - k0;
-    multiply_keys(h, m, h->depth, w->q + i0 * h->depth, w->kt, k0, n_keys, w->score);
+    const size_t n = DPL_MIN(n_keys, row0 + m - k0);
+    multiply_keys(h, m, h->depth, w->q + i0 * h->depth, w->kt, k0, n, w->score);
     for (size_t i = 0; i < m; i++) {
         float *score = w->score + i * KEY_BLOCK;
-        soften_row(h, i0 + i, mask_row(h, row0 + i, k0, n_keys, mixed, score, NULL), n_keys, score);
+        soften_row(h, i0 + i, mask_row(h, row0 + i, k0, n, mixed, score, NULL), n, score);
     }
-    h->g->pack_rows(DPL_LOAD_F32, m, n_keys, w->score, KEY_BLOCK, m, w->left);
-    multiply_panels(h, m, n_keys, w->left, w->v, h->n_seq, k0, h->ld_v, w->acc + i0 * h->ld_v,
-                    h->ld_v);
+    h->g->pack_rows(DPL_LOAD_F32, m, n, w->score, KEY_BLOCK, m, w->left);
+    multiply_panels(h, m, n, w->v, h->n_seq, k0, w->acc + i0 * h->ld_v, h->ld_v);
+}
+
+static void backward_tile(const attn_head *h, size_t row0, size_t m, size_t i0, size_t k0,
+                          size_t n_keys, bool mixed);
+static void backward_keys(const attn_head *h, size_t q0, size_t n, size_t k0, size_t n_keys);
+
+// Query tiles first..last against all keys that they see.
+static void attend(const attn_head *h, size_t first, size_t last)
+{
+    const size_t q0 = tile_row(h, first), q1 = tile_row(h, last);
+    const bool backward = h->x->dq.p;
+    pack_tiles(h, h->q, h->depth, first, last, h->w.q);
+    h->r->scale(h->x->a.scale, h->w.q, (q1 - q0) * h->depth);
+    memset(h->w.acc, 0, (q1 - q0) * (backward ? h->ld_k : h->ld_v) * sizeof(float));
+    for (size_t k0 = 0; k0 < q1; k0 += KEY_BLOCK) {
+        const size_t n_keys = DPL_MIN(KEY_BLOCK, q1 - k0);
+        bool mixed;
+        if (!block_visible(h, q0, q1, k0, k0 + n_keys, &mixed)) continue;
+        for (size_t tile = first; tile < last; tile++) {
+            const size_t row0 = tile_row(h, tile), m = tile_row(h, tile + 1) - row0;
+            if (backward)
+                backward_tile(h, row0, m, row0 - q0, k0, n_keys, mixed);
+            else
+                forward_tile(h, row0, m, row0 - q0, k0, n_keys, mixed);
+        }
+        if (backward) backward_keys(h, q0, q1 - q0, k0, n_keys);
+    }
 }
 
 static void forward_block(const attn_head *h, size_t first, size_t last)
 {
     const attn_work *w = &h->w;
-    const size_t q0 = tile_row(h, first), q1 = tile_row(h, last), n = q1 - q0;
-    pack_tiles(h, h->q, h->depth, first, last, w->q);
-    h->r->scale(h->x->a.scale, w->q, n * h->depth);
-    memset(w->acc, 0, n * h->ld_v * sizeof(float));
+    const size_t q0 = tile_row(h, first), n = tile_row(h, last) - q0;
     for (size_t i = 0; i < n; i++) {
         w->max[i] = -INFINITY;
         w->sum[i] = 0;
     }
-    for (size_t k0 = 0; k0 < q1; k0 += KEY_BLOCK) {
-        const size_t k1 = DPL_MIN(k0 + KEY_BLOCK, q1);
-        bool mixed;
-        if (!block_visible(h, q0, q1, k0, k1, &mixed)) continue;
-        for (size_t tile = first; tile < last; tile++)
-            forward_tile(h, q0, tile, k0, k1, mixed);
-    }
+    attend(h, first, last);
     for (size_t i = 0; i < n; i++) {
         float *acc = w->acc + i * h->ld_v;
         const bool padding = is_padding(h, q0 + i);
@@ -344,45 +334,45 @@ static void forward_block(const attn_head *h, size_t first, size_t last)
     }
 }
 
-static size_t tasks_per_head(const attn_head *h)
+static void forward_task(const void *args, const dpl_part *part)
 {
-    return dpl_div_up(h->n_tiles, h->block_tiles * TASK_BLOCKS);
-}
-
-static void forward_task(void *arg, size_t i_task, int i_thread)
-{
-    const attn_args *x = arg;
-    attn_head h = open_head(x, 0, i_thread, false);
-    const size_t n_parts = tasks_per_head(&h), part = i_task % n_parts;
-    h = open_head(x, i_task / n_parts, i_thread, false);
-    const size_t step = h.block_tiles * TASK_BLOCKS;
-    const size_t first = part * step, last = DPL_MIN(first + step, h.n_tiles);
+    const attn_args *x = args;
+    const size_t step = x->block_tiles * TASK_BLOCKS, n_parts = dpl_div_up(x->n_tiles, step);
+    const attn_head h = open_head(x, part->first / n_parts, part);
+    const size_t first = part->first % n_parts * step, last = DPL_MIN(first + step, x->n_tiles);
     const size_t n_keys = tile_row(&h, last);
     pack_keys(&h, n_keys);
-    pack_clean_panels(&h, h.v, 0, n_keys, h.d_v, h.n_seq, h.w.v);
-    for (size_t tile = first; tile < last; tile += h.block_tiles)
-        forward_block(&h, tile, DPL_MIN(tile + h.block_tiles, last));
+    pack_panels(&h, h.v, 0, n_keys, h.d_v, h.n_seq, h.w.v);
+    for (size_t tile = first; tile < last; tile += x->block_tiles)
+        forward_block(&h, tile, DPL_MIN(tile + x->block_tiles, last));
 }
 
 static void run_forward(dpl_ctx *ctx, const void *args)
 {
-    attn_args x = *(const attn_args *)args;
-    const size_t n_heads = x.a.n_batch * x.a.n_heads;
-    if (n_heads == 0 || x.a.n_seq == 0) return;
-    const attn_head h = open_head(&x, 0, 0, false);
-    dpl_pool_run(ctx->pool, n_heads * tasks_per_head(&h), forward_task, &x);
+    const attn_args *x = args;
+    const size_t n_parts = dpl_div_up(x->n_tiles, x->block_tiles * TASK_BLOCKS);
+    dpl_ctx_loop(ctx, (dpl_loop){forward_task, x->a.n_batch * x->a.n_heads * n_parts, 1}, x);
+}
+
+static attn_args open_args(dpl_ctx *ctx, const dpl_attention *a, bool backward)
+{
+    const dpl_gemm_kernels *g = &ctx->kernels->gemm;
+    attn_work w;
+    attn_args x = {.a = *a, .g = g, .n_tiles = dpl_div_up(a->n_seq, g->mr),
+                   .block_tiles = DPL_MAX(1, BLOCK_ROWS / g->mr)};
+    x.work_size = lay_out(&w, a, g->mr, backward, NULL);
+    x.work = dpl_ctx_alloc(ctx, (size_t)dpl_pool_threads(ctx->pool) * x.work_size * sizeof(float));
+    return x;
 }
 
 void dpl_attention_forward(dpl_ctx *ctx, const dpl_attention *a, dpl_mat out, float *lse)
 {
     const size_t mark = dpl_ctx_mark(ctx), n_rows = a->n_batch * a->n_seq;
-    attn_work w;
-    attn_args x = {.a = *a, .ctx = ctx, .out = out, .lse = lse};
-    x.work_size = lay_out(&w, a, ctx->kernels->gemm.mr, false, NULL);
-    x.work = dpl_ctx_alloc(ctx, (size_t)dpl_pool_threads(ctx->pool) * x.work_size * sizeof(float));
-    const dpl_span outputs[] = {dpl_row_span(out, n_rows, a->n_heads * a->d_v),
-                                {lse, n_rows * a->n_heads * sizeof *lse}};
-    dpl_ctx_submit(ctx, run_forward, &x, sizeof x, outputs, DPL_COUNT(outputs));
+    attn_args x = open_args(ctx, a, false);
+    x.out = out;
+    x.lse = lse;
+    DPL_SUBMIT(ctx, run_forward, x, dpl_row_span(out, n_rows, a->n_heads * a->d_v),
+               {lse, n_rows * a->n_heads * sizeof *lse});
     dpl_ctx_release(ctx, mark);
 }
 
@@ -402,12 +392,11 @@ static void backward_row(const attn_head *h, size_t i, size_t row, size_t n, siz
     memset(dp + n, 0, (n_keys - n) * sizeof *dp);
 }
 
-// Probabilities and their gradients of one tile against n_keys keys from k0 on, and dq += dscore k.
-static void backward_tile(const attn_head *h, size_t q0, size_t tile, size_t k0, size_t n_keys,
-                          bool mixed)
+// Probabilities and their gradients of a tile, as forward_tile takes it, and dq += dscore k.
+static void backward_tile(const attn_head *h, size_t row0, size_t m, size_t i0, size_t k0,
+                          size_t n_keys, bool mixed)
 {
     const attn_work *w = &h->w;
-    const size_t row0 = tile_row(h, tile), m = tile_row(h, tile + 1) - row0, i0 = row0 - q0;
     const size_t n = row0 + m <= k0 ? 0 : DPL_MIN(n_keys, row0 + m - k0);
     float *score = w->score + i0 * KEY_BLOCK, *dp = w->dp + i0 * KEY_BLOCK;
     multiply_keys(h, m, h->depth, w->q + i0 * h->depth, w->kt, k0, n, score);
@@ -419,7 +408,7 @@ static void backward_tile(const attn_head *h, size_t q0, size_t tile, size_t k0,
     }
     if (n == 0) return;
     h->g->pack_rows(DPL_LOAD_F32, m, n, dp, KEY_BLOCK, m, w->left);
-    multiply_panels(h, m, n, w->left, w->k, h->n_seq, k0, h->ld_k, w->acc + i0 * h->ld_k, h->ld_k);
+    multiply_panels(h, m, n, w->k, h->n_seq, k0, w->acc + i0 * h->ld_k, h->ld_k);
 }
 
 // dk and dv of n_keys keys from k0 on += what the n queries from q0 on say.
@@ -428,143 +417,109 @@ static void backward_keys(const attn_head *h, size_t q0, size_t n, size_t k0, si
     const attn_work *w = &h->w;
     const size_t n_tiles = dpl_div_up(n_keys, h->g->mr);
     for (size_t t = 0; t < n_tiles; t++) {
-        const size_t j = t * n_keys / n_tiles, m = (t + 1) * n_keys / n_tiles - j;
-        const size_t first = k0 + j > q0 ? k0 + j - q0
-                                         : 0; // earlier queries see none of these keys
-        const size_t at = first * KEY_BLOCK + j, key = k0 + j;
-        h->g->pack_cols(DPL_LOAD_F32, m, n - first, w->score + at, KEY_BLOCK, m, w->left);
-        multiply_panels(h, m, n - first, w->left, w->dout_cols, n, first, h->ld_v,
-                        w->dv + key * h->ld_v, h->ld_v);
-        h->g->pack_cols(DPL_LOAD_F32, m, n - first, w->dp + at, KEY_BLOCK, m, w->left);
-        multiply_panels(h, m, n - first, w->left, w->q_cols, n, first, h->ld_k,
-                        w->dk + key * h->ld_k, h->ld_k);
+        const size_t j = t * n_keys / n_tiles, m = (t + 1) * n_keys / n_tiles - j, key = k0 + j;
+        const size_t first = key > q0 ? key - q0 : 0; // Earlier queries see none of these keys.
+        const size_t at = first * KEY_BLOCK + j, n_seen = n - first;
+        h->g->pack_cols(DPL_LOAD_F32, m, n_seen, w->score + at, KEY_BLOCK, m, w->left);
+        multiply_panels(h, m, n_seen, w->dout_cols, n, first, w->dv + key * h->ld_v, h->ld_v);
+        h->g->pack_cols(DPL_LOAD_F32, m, n_seen, w->dp + at, KEY_BLOCK, m, w->left);
+        multiply_panels(h, m, n_seen, w->q_cols, n, first, w->dk + key * h->ld_k, h->ld_k);
     }
-}
-
-static void pack_queries(const attn_head *h, size_t first, size_t last)
-{
-    const attn_work *w = &h->w;
-    const size_t q0 = tile_row(h, first), n = tile_row(h, last) - q0;
-    const dpl_mat q = dpl_mat_at(h->q, q0, 0), dout = dpl_mat_at(h->dout, q0, 0);
-    pack_tiles(h, h->q, h->depth, first, last, w->q);
-    h->r->scale(h->x->a.scale, w->q, n * h->depth);
-    pack_tiles(h, h->dout, h->d_v, first, last, w->dout);
-    pack_clean_panels(h, q, q0, n, h->d_nope, n, w->q_cols);
-    pack_clean_panels(h, dpl_mat_at(q, 0, h->d_nope), q0, n, h->d_rope, n,
-                      w->q_cols + n * panel_columns(h->d_nope));
-    h->r->scale(h->x->a.scale, w->q_cols, n * h->ld_k);
-    pack_clean_panels(h, dout, q0, n, h->d_v, n, w->dout_cols);
 }
 
 // delta = the dot product of output and its gradient: what the softmax subtracts from dp.
-static void find_delta(const attn_head *h, size_t q0, size_t n)
+static float find_delta(const attn_head *h, size_t row)
 {
-    float out_row[DPL_ROW_BLOCK], dout_row[DPL_ROW_BLOCK];
-    for (size_t i = 0; i < n; i++) {
-        float sum = 0;
-        for (size_t j = 0; j < h->d_v; j += DPL_ROW_BLOCK) {
-            const size_t width = DPL_MIN(DPL_ROW_BLOCK, h->d_v - j);
-            const float *out = dpl_row_load(h->r, dpl_mat_at(h->out, 0, j), q0 + i, width, out_row);
-            const float *dout = dpl_row_load(h->r, dpl_mat_at(h->dout, 0, j), q0 + i, width,
-                                             dout_row);
-            sum += h->r->dot(out, dout, width);
-        }
-        h->w.max[i] = sum;
+    float out_row[DPL_ROW_BLOCK], dout_row[DPL_ROW_BLOCK], sum = 0;
+    DPL_EACH_BLOCK(col, n, h->d_v) {
+        const float *out = dpl_row_load(h->r, dpl_mat_at(h->out, row, col), 0, n, out_row);
+        const float *dout = dpl_row_load(h->r, dpl_mat_at(h->dout, row, col), 0, n, dout_row);
+        sum += h->r->dot(out, dout, n);
     }
+    return sum;
 }
 
 static void backward_block(const attn_head *h, size_t first, size_t last)
 {
     const attn_work *w = &h->w;
-    const size_t q0 = tile_row(h, first), q1 = tile_row(h, last), n = q1 - q0;
-    pack_queries(h, first, last);
-    find_delta(h, q0, n);
-    memset(w->acc, 0, n * h->ld_k * sizeof(float));
-    for (size_t k0 = 0; k0 < q1; k0 += KEY_BLOCK) {
-        const size_t n_keys = DPL_MIN(KEY_BLOCK, q1 - k0);
-        bool mixed;
-        if (!block_visible(h, q0, q1, k0, k0 + n_keys, &mixed)) continue;
-        for (size_t tile = first; tile < last; tile++)
-            backward_tile(h, q0, tile, k0, n_keys, mixed);
-        backward_keys(h, q0, n, k0, n_keys);
-    }
-    const dpl_mat dq = dpl_mat_at(h->x->dq, h->row0, h->head * h->depth);
+    const size_t q0 = tile_row(h, first), n = tile_row(h, last) - q0;
+    const dpl_mat q_rope = dpl_mat_at(h->q, 0, h->d_nope), dq_rope = dpl_mat_at(h->dq, 0, h->d_nope);
+    pack_tiles(h, h->dout, h->d_v, first, last, w->dout);
+    pack_panels(h, h->q, q0, n, h->d_nope, n, w->q_cols);
+    pack_panels(h, q_rope, q0, n, h->d_rope, n, w->q_cols + n * h->nope_cols);
+    h->r->scale(h->x->a.scale, w->q_cols, n * h->ld_k);
+    pack_panels(h, h->dout, q0, n, h->d_v, n, w->dout_cols);
+    for (size_t i = 0; i < n; i++)
+        w->max[i] = find_delta(h, q0 + i);
+    attend(h, first, last);
     for (size_t i = 0; i < n; i++) {
         float *acc = w->acc + i * h->ld_k; // keys were not scaled, queries were
         h->r->scale(h->x->a.scale, acc, h->ld_k);
-        dpl_row_store(h->r, dq, q0 + i, acc, h->d_nope);
-        dpl_row_store(h->r, dpl_mat_at(dq, 0, h->d_nope), q0 + i, acc + panel_columns(h->d_nope),
-                      h->d_rope);
+        dpl_row_store(h->r, h->dq, q0 + i, acc, h->d_nope);
+        dpl_row_store(h->r, dq_rope, q0 + i, acc + h->nope_cols, h->d_rope);
     }
 }
 
-static void backward_task(void *arg, size_t i_task, int i_thread)
+static void backward_task(const void *args, const dpl_part *part)
 {
-    const attn_args *x = arg;
-    const attn_head h = open_head(x, i_task, i_thread, true);
+    const attn_args *x = args;
+    const attn_head h = open_head(x, part->first, part);
     const attn_work *w = &h.w;
-    const size_t n = h.n_seq, nope_columns = panel_columns(h.d_nope);
+    const size_t n = h.n_seq;
     pack_keys(&h, n);
     pack_transposed(&h, h.v, n, h.d_v, h.d_v, w->vt);
-    pack_clean_panels(&h, h.k, 0, n, h.d_nope, n, w->k);
-    pack_clean_panels(&h, h.k_rope, 0, n, h.d_rope, n, w->k + n * nope_columns);
+    pack_panels(&h, h.k, 0, n, h.d_nope, n, w->k);
+    pack_panels(&h, h.k_rope, 0, n, h.d_rope, n, w->k + n * h.nope_cols);
     memset(w->dk, 0, n * h.ld_k * sizeof(float));
     memset(w->dv, 0, n * h.ld_v * sizeof(float));
-    for (size_t tile = 0; tile < h.n_tiles; tile += h.block_tiles)
-        backward_block(&h, tile, DPL_MIN(tile + h.block_tiles, h.n_tiles));
-    const dpl_mat dkv = dpl_mat_at(x->dkv, h.row0, h.head * (h.d_nope + h.d_v));
+    for (size_t tile = 0; tile < x->n_tiles; tile += x->block_tiles)
+        backward_block(&h, tile, DPL_MIN(tile + x->block_tiles, x->n_tiles));
     for (size_t row = 0; row < n; row++) {
         const float *dk = w->dk + row * h.ld_k;
-        dpl_row_store(h.r, dkv, row, dk, h.d_nope);
-        dpl_row_store(h.r, dpl_mat_at(dkv, 0, h.d_nope), row, w->dv + row * h.ld_v, h.d_v);
-        memcpy(x->rope_parts + (i_task * n + row) * h.d_rope, dk + nope_columns,
+        dpl_row_store(h.r, h.dk, row, dk, h.d_nope);
+        dpl_row_store(h.r, h.dv, row, w->dv + row * h.ld_v, h.d_v);
+        memcpy(x->rope_parts + (part->first * n + row) * h.d_rope, dk + h.nope_cols,
                h.d_rope * sizeof(float));
     }
 }
 
-static void sum_rope(void *arg, size_t first, size_t count, size_t i_chunk, int i_thread)
+static void sum_rope(const void *args, const dpl_part *part)
 {
-    (void)i_chunk;
-    (void)i_thread;
-    const attn_args *x = arg;
+    const attn_args *x = args;
     const size_t n_seq = x->a.n_seq, n_heads = x->a.n_heads, d = x->a.d_rope;
-    for (size_t row = first; row < first + count; row++) {
-        const size_t b = row / n_seq;
+    for (size_t row = part->first; row < part->end; row++) {
+        const float *share = x->rope_parts + (row / n_seq * n_heads * n_seq + row % n_seq) * d;
         float *sum = dpl_mat_row(x->dk_rope, row);
         memset(sum, 0, d * sizeof *sum);
-        for (size_t head = b * n_heads; head < (b + 1) * n_heads; head++)
-            x->ctx->kernels->rows.add(sum, x->rope_parts + (head * n_seq + row % n_seq) * d, sum,
-                                      d);
+        for (size_t head = 0; head < n_heads; head++, share += n_seq * d)
+            part->k->add(sum, share, sum, d);
     }
 }
 
 static void run_backward(dpl_ctx *ctx, const void *args)
 {
-    attn_args x = *(const attn_args *)args;
-    dpl_pool_run(ctx->pool, x.a.n_seq == 0 ? 0 : x.a.n_batch * x.a.n_heads, backward_task, &x);
-    const size_t row_bytes = (x.a.n_heads + 1) * x.a.d_rope * sizeof(float);
-    dpl_ctx_rows(ctx, x.a.n_batch * x.a.n_seq, dpl_row_grain(row_bytes), sum_rope, &x);
+    const attn_args *x = args;
+    const size_t n_heads = x->a.n_seq == 0 ? 0 : x->a.n_batch * x->a.n_heads;
+    const size_t grain = dpl_row_grain((x->a.n_heads + 1) * x->a.d_rope * sizeof(float));
+    dpl_ctx_loop(ctx, (dpl_loop){backward_task, n_heads, 1}, x);
+    dpl_ctx_loop(ctx, (dpl_loop){sum_rope, x->a.n_batch * x->a.n_seq, grain}, x);
 }
 
 void dpl_attention_backward(dpl_ctx *ctx, const dpl_attention *a, dpl_mat out, const float *lse,
                             dpl_mat dout, dpl_mat dq, dpl_mat dkv, dpl_mat dk_rope)
 {
     const size_t mark = dpl_ctx_mark(ctx), n_rows = a->n_batch * a->n_seq;
-    attn_work w;
-    attn_args x = {.a = *a,
-                   .ctx = ctx,
-                   .out = out,
-                   .dout = dout,
-                   .dq = dq,
-                   .dkv = dkv,
-                   .dk_rope = dk_rope,
-                   .lse = (float *)(uintptr_t)lse};
-    x.work_size = lay_out(&w, a, ctx->kernels->gemm.mr, true, NULL);
-    x.work = dpl_ctx_alloc(ctx, (size_t)dpl_pool_threads(ctx->pool) * x.work_size * sizeof(float));
+    attn_args x = open_args(ctx, a, true);
+    x.out = out;
+    x.dout = dout;
+    x.dq = dq;
+    x.dkv = dkv;
+    x.dk_rope = dk_rope;
+    x.lse = (float *)(uintptr_t)lse;
     x.rope_parts = dpl_ctx_alloc(ctx, n_rows * a->n_heads * a->d_rope * sizeof(float));
-    const dpl_span outputs[] = {dpl_row_span(dq, n_rows, a->n_heads * (a->d_nope + a->d_rope)),
-                                dpl_row_span(dkv, n_rows, a->n_heads * (a->d_nope + a->d_v)),
-                                dpl_row_span(dk_rope, n_rows, a->d_rope)};
-    dpl_ctx_submit(ctx, run_backward, &x, sizeof x, outputs, DPL_COUNT(outputs));
+    DPL_SUBMIT(ctx, run_backward, x,
+               dpl_row_span(dq, n_rows, a->n_heads * (a->d_nope + a->d_rope)),
+               dpl_row_span(dkv, n_rows, a->n_heads * (a->d_nope + a->d_v)),
+               dpl_row_span(dk_rope, n_rows, a->d_rope));
     dpl_ctx_release(ctx, mark);
 }

@@ -24,11 +24,9 @@ struct dpl_queue {
 
 const char *dpl_phase_name(dpl_phase phase)
 {
-    static const char *const names[] = {
 #define NAME(id, name) name,
-        DPL_PHASE_MAP(NAME)
+    static const char *const names[] = {DPL_PHASE_MAP(NAME)};
 #undef NAME
-    };
     return names[phase];
 }
 
@@ -65,8 +63,7 @@ dpl_status dpl_ctx_open(int n_threads, dpl_ctx **ctx_out)
 {
     if (!ctx_out) return dpl_fail(DPL_EINVAL, "dpl_ctx_open: ctx_out is NULL");
     if (n_threads < 0 || n_threads > 4096)
-        return dpl_fail(DPL_EINVAL,
-                        "threads=%d, expected 0 (all that this process may use) to 4096",
+        return dpl_fail(DPL_EINVAL, "threads=%d, expected 0 (all that this process may use) to 4096",
                         n_threads);
     return dpl_ctx_create(n_threads, false, 0, ctx_out);
 }
@@ -102,10 +99,9 @@ static void run(dpl_ctx *ctx, dpl_phase phase, dpl_op_fn fn, const void *args)
 
 static void drain(dpl_ctx *ctx)
 {
-    for (size_t i = 0; i < ctx->queue->n; i++) {
-        const queued_op *op = &ctx->queue->ops[i];
+    const queued_op *op = ctx->queue->ops;
+    for (size_t i = 0; i < ctx->queue->n; i++, op++)
         run(ctx, op->phase, op->fn, op->args);
-    }
     ctx->queue->n = 0;
 }
 
@@ -153,21 +149,45 @@ void dpl_ctx_release(dpl_ctx *ctx, size_t mark)
     dpl_arena_release(ctx->arena, mark);
 }
 
-typedef struct rows_task {
-    size_t n_rows, grain;
+typedef struct loop_run {
+    dpl_ctx *ctx;
+    dpl_loop loop;
+    const void *args;
+} loop_run;
+
+static void run_part(void *p, size_t i, int i_thread)
+{
+    const loop_run *run = p;
+    const dpl_loop *loop = &run->loop;
+    const size_t first = i * loop->grain, end = DPL_MIN(first + loop->grain, loop->n_rows);
+    const dpl_part part = {first, end, i, &run->ctx->kernels->rows,
+                           dpl_ctx_scratch(run->ctx, i_thread), i_thread};
+    loop->fn(run->args, &part);
+}
+
+void dpl_ctx_loop(dpl_ctx *ctx, dpl_loop loop, const void *args)
+{
+    loop_run run = {ctx, loop, args};
+    dpl_pool_run(ctx->pool, dpl_div_up(loop.n_rows, loop.grain), run_part, &run);
+}
+
+void dpl_run_loop(dpl_ctx *ctx, const void *args)
+{
+    dpl_ctx_loop(ctx, *(const dpl_loop *)args, args);
+}
+
+typedef struct rows_call {
     dpl_rows_fn fn;
     void *arg;
-} rows_task;
+} rows_call;
 
-static void run_rows(void *p, size_t i_task, int i_thread)
+static void call_rows(const void *args, const dpl_part *part)
 {
-    const rows_task *task = p;
-    const size_t first = i_task * task->grain;
-    task->fn(task->arg, first, DPL_MIN(task->grain, task->n_rows - first), i_task, i_thread);
+    const rows_call *call = args;
+    call->fn(call->arg, part->first, part->end - part->first, part->i, part->i_thread);
 }
 
 void dpl_ctx_rows(dpl_ctx *ctx, size_t n_rows, size_t grain, dpl_rows_fn fn, void *arg)
 {
-    rows_task task = {n_rows, grain ? grain : 1, fn, arg};
-    dpl_pool_run(ctx->pool, dpl_div_up(n_rows, task.grain), run_rows, &task);
+    dpl_ctx_loop(ctx, (dpl_loop){call_rows, n_rows, grain}, &(rows_call){fn, arg});
 }

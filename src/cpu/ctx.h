@@ -14,17 +14,13 @@
 typedef struct dpl_kernels dpl_kernels; // kernels.h
 
 // Where a step's time goes; `step_profile=true` prints one row a phase.
-#define DPL_PHASE_MAP(X)                                                                       \
-    X(OTHER, "other")                                                                          \
-    X(GMM, "grouped_gemm") X(GEMM, "dense_gemm") X(ATTENTION, "attention") X(ROUTER, "router") \
-        X(DISPATCH, "dispatch") X(COMBINE, "combine") X(NORM, "norm") X(SWIGLU, "swiglu")      \
-            X(EMBED, "embedding") X(LOSS, "head_loss") X(OPTIMIZER, "optimizer")
-typedef enum dpl_phase {
+#define DPL_PHASE_MAP(X)                                                                        \
+    X(OTHER, "other") X(GMM, "grouped_gemm") X(GEMM, "dense_gemm") X(ATTENTION, "attention")    \
+    X(ROUTER, "router") X(DISPATCH, "dispatch") X(COMBINE, "combine") X(NORM, "norm")           \
+    X(SWIGLU, "swiglu") X(EMBED, "embedding") X(LOSS, "head_loss") X(OPTIMIZER, "optimizer")
 #define DPL_PHASE_ENUM(id, name) DPL_PHASE_##id,
-    DPL_PHASE_MAP(DPL_PHASE_ENUM)
+typedef enum dpl_phase { DPL_PHASE_MAP(DPL_PHASE_ENUM) DPL_PHASE_N } dpl_phase;
 #undef DPL_PHASE_ENUM
-        DPL_PHASE_N
-} dpl_phase;
 const char *dpl_phase_name(dpl_phase phase);
 
 struct dpl_ctx {
@@ -71,8 +67,30 @@ static inline void *dpl_ctx_scratch(const dpl_ctx *ctx, int i_thread)
     return ctx->scratch + (size_t)i_thread * ctx->scratch_bytes;
 }
 
-// Inside an operator: splits rows 0..n_rows into chunks of `grain` rows, whatever the number of
-// threads, and runs fn(arg, first, count, i_chunk, i_thread) for each.
+// Some of the rows of an operator, for one thread.
+typedef struct dpl_part {
+    size_t first, end, i; // rows first .. end-1; the number of this part
+    const struct dpl_row_kernels *k;
+    void *scratch; // dpl_ctx_scratch() of i_thread
+    int i_thread;
+} dpl_part;
+typedef void (*dpl_part_fn)(const void *args, const dpl_part *part);
+
+// Runs `fn` on parts of `grain` rows each, whatever the number of threads.
+typedef struct dpl_loop {
+    dpl_part_fn fn;
+    size_t n_rows, grain;
+} dpl_loop;
+void dpl_ctx_loop(dpl_ctx *ctx, dpl_loop loop, const void *args); // inside an operator
+// A dpl_op_fn for operators that do nothing else: their args start with a dpl_loop.
+void dpl_run_loop(dpl_ctx *ctx, const void *args);
+
+// dpl_ctx_submit with a struct of arguments, and behind it each output as a dpl_span, or {0}.
+#define DPL_SUBMIT(ctx, fn, args, ...)                                                   \
+    dpl_ctx_submit(ctx, fn, &(args), sizeof(args), (const dpl_span[]){__VA_ARGS__},      \
+                   DPL_COUNT(((const dpl_span[]){__VA_ARGS__})))
+
+// As dpl_ctx_loop: fn(arg, first, count, i_chunk, i_thread) on chunks of `grain` rows.
 typedef void (*dpl_rows_fn)(void *arg, size_t first, size_t count, size_t i_chunk, int i_thread);
 void dpl_ctx_rows(dpl_ctx *ctx, size_t n_rows, size_t grain, dpl_rows_fn fn, void *arg);
 

@@ -19,12 +19,9 @@ struct dpl_kernels {
 // The table of `level`: plain C, overwritten by each level up to it. Valid for ever.
 const struct dpl_kernels *dpl_cpu_kernels(dpl_cpu_level level);
 
-// Each instruction-set file has one non-static function.
+// Each instruction-set file has one non-static function; those of the rows: kernels_rows.h.
 void dpl_gemm_kernels_ref(dpl_gemm_kernels *k);
 void dpl_gemm_kernels_avx2(dpl_gemm_kernels *k);
 void dpl_gemm_kernels_avx512(dpl_gemm_kernels *k);
-void dpl_row_kernels_ref(dpl_row_kernels *k);
-void dpl_row_kernels_avx2(dpl_row_kernels *k);
-void dpl_row_kernels_avx512(dpl_row_kernels *k);
 
 #endif

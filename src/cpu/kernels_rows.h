@@ -56,4 +56,9 @@ typedef struct dpl_row_kernels {
                   size_t n);
 } dpl_row_kernels;
 
+// The one function of each instruction-set file.
+void dpl_row_kernels_ref(dpl_row_kernels *k);
+void dpl_row_kernels_avx2(dpl_row_kernels *k);
+void dpl_row_kernels_avx512(dpl_row_kernels *k);
+
 #endif

@@ -12,8 +12,10 @@
 #include <math.h>
 #include <string.h>
 
-// Iterations of these loops are independent even where input and output are the same array.
+// Iterations of these loops are independent even where input and output are the same array. What
+// clang does not vectorize (without optimization, with sanitizers) is right all the same.
 #if defined(__clang__)
+#pragma clang diagnostic ignored "-Wpass-failed"
 #define INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
 #else
 #define INDEPENDENT _Pragma("GCC ivdep")
@@ -68,109 +70,103 @@ static inline float pick(bool yes, float a, float b)
 
 /* ---- reductions --------------------------------------------------------------------------------- */
 
+#define INLINE static inline __attribute__((always_inline))
+
 // Halves are folded onto each other, so that near lanes meet last.
-static inline float fold(const float *lane)
+INLINE float fold(const void *lanes)
 {
-    float t[LANES / 2];
+    float t[LANES];
+    memcpy(t, lanes, sizeof t);
     for (int i = 0; i < LANES / 2; i++)
-        t[i] = lane[i] + lane[i + LANES / 2];
+        t[i] += t[i + LANES / 2];
     return ((t[0] + t[4]) + (t[2] + t[6])) + ((t[1] + t[5]) + (t[3] + t[7]));
 }
 
-// The last n % LANES elements go into lanes 0, 1, ...
-static float row_sum(const float *x, size_t n)
+// The sum of x * y * z, of which y and z may be NULL. Two sets of lanes hide the latency of the
+// additions; the last elements go into lanes 0, 1, ...
+INLINE float sum_products(const float *x, const float *y, const float *z, size_t n)
 {
-    reg sum[N_REGS] = {0};
-    float lane[LANES];
+    reg sum[2 * N_REGS] = {0};
     size_t i = 0;
-    for (; i + LANES <= n; i += LANES)
-        for (int r = 0; r < N_REGS; r++)
-            sum[r] += load(x + i + r * REG);
+    for (; i + 2 * LANES <= n; i += 2 * LANES)
+        for (size_t r = 0, j = i; r < 2 * N_REGS; r++, j += REG) {
+            const reg xy = y ? load(x + j) * load(y + j) : load(x + j);
+            sum[r] += z ? xy * load(z + j) : xy;
+        }
+    for (int r = 0; r < N_REGS; r++)
+        sum[r] += sum[r + N_REGS];
+    float lane[LANES];
     memcpy(lane, sum, sizeof lane);
     for (; i < n; i++)
-        lane[i % LANES] += x[i];
+        lane[i % LANES] += (y ? x[i] * y[i] : x[i]) * (z ? z[i] : 1);
     return fold(lane);
 }
 
-// Two sets of lanes hide the latency of the additions.
+static float row_sum(const float *x, size_t n)
+{
+    return sum_products(x, NULL, NULL, n);
+}
+
 static float row_dot(const float *x, const float *y, size_t n)
 {
-    reg sum[2 * N_REGS] = {0};
-    float lane[LANES];
-    size_t i = 0;
-    for (; i + 2 * LANES <= n; i += 2 * LANES)
-        for (int r = 0; r < 2 * N_REGS; r++)
-            sum[r] += load(x + i + r * REG) * load(y + i + r * REG);
-    for (int r = 0; r < N_REGS; r++)
-        store(lane + r * REG, sum[r] + sum[r + N_REGS]);
-    for (; i < n; i++)
-        lane[i % LANES] += x[i] * y[i];
-    return fold(lane);
+    return sum_products(x, y, NULL, n);
 }
 
 static float row_norm_dot(const float *dy, const float *gain, const float *x, size_t n)
 {
-    reg sum[N_REGS] = {0};
-    float lane[LANES];
-    size_t i = 0;
-    for (; i + LANES <= n; i += LANES)
-        for (int r = 0; r < N_REGS; r++)
-            sum[r] += load(dy + i + r * REG) * load(gain + i + r * REG) * load(x + i + r * REG);
-    memcpy(lane, sum, sizeof lane);
-    for (; i < n; i++)
-        lane[i % LANES] += dy[i] * gain[i] * x[i];
-    return fold(lane);
+    return sum_products(dy, gain, x, n);
+}
+
+// The larger; a NaN in b is passed over.
+static inline reg max_reg(reg a, reg b)
+{
+    const reg_u32 more = (reg_u32)(b > a);
+    return (reg)((more & (reg_u32)b) | (~more & (reg_u32)a));
 }
 
 static float row_max(const float *x, size_t n)
 {
-    float lane[4 * REG], max = -INFINITY;
     reg best[4];
     for (int r = 0; r < 4; r++)
         best[r] = (reg){0} - INFINITY;
     size_t i = 0;
     for (; i + 4 * REG <= n; i += 4 * REG)
-        for (int r = 0; r < 4; r++) {
-            const reg v = load(x + i + r * REG);
-            const reg_u32 more = (reg_u32)(v > best[r]);
-            best[r] = (reg)((more & (reg_u32)v) | (~more & (reg_u32)best[r]));
-        }
-    memcpy(lane, best, sizeof lane);
-    for (int l = 0; l < 4 * REG; l++)
-        max = lane[l] > max ? lane[l] : max;
+        for (int r = 0; r < 4; r++)
+            best[r] = max_reg(best[r], load(x + i + r * REG));
+    for (; i + REG <= n; i += REG)
+        best[0] = max_reg(best[0], load(x + i));
+    const reg top = max_reg(max_reg(best[0], best[1]), max_reg(best[2], best[3]));
+    float lane[REG];
+    store(lane, top);
     for (; i < n; i++)
-        max = x[i] > max ? x[i] : max;
-    return max;
+        lane[0] = x[i] > lane[0] ? x[i] : lane[0];
+    for (int half = REG / 2; half > 0; half /= 2)
+        for (int l = 0; l < half; l++)
+            lane[l] = lane[l + half] > lane[l] ? lane[l + half] : lane[l];
+    return lane[0];
 }
 
-static inline double fold_f64(const double *t)
+// The square of a float is exact in fp64 and cannot overflow there.
+INLINE double sum_powers_f64(const float *x, size_t n, bool square)
 {
+    double t[LANES / 2] = {0};
+    size_t i = 0;
+    for (; i + LANES / 2 <= n; i += LANES / 2)
+        for (size_t l = 0; l < LANES / 2; l++)
+            t[l] += (double)x[i + l] * (square ? (double)x[i + l] : 1);
+    for (size_t l = 0; i < n; i++, l++)
+        t[l] += (double)x[i] * (square ? (double)x[i] : 1);
     return ((t[0] + t[4]) + (t[2] + t[6])) + ((t[1] + t[5]) + (t[3] + t[7]));
 }
 
 static double row_sum_f64(const float *x, size_t n)
 {
-    double t[LANES / 2] = {0};
-    size_t i = 0;
-    for (; i + LANES / 2 <= n; i += LANES / 2)
-        for (size_t l = 0; l < LANES / 2; l++)
-            t[l] += (double)x[i + l];
-    for (; i < n; i++)
-        t[i % (LANES / 2)] += (double)x[i];
-    return fold_f64(t);
+    return sum_powers_f64(x, n, false);
 }
 
-// The square of a float is exact in fp64 and cannot overflow there.
 static double row_sum_squares_f64(const float *x, size_t n)
 {
-    double t[LANES / 2] = {0};
-    size_t i = 0;
-    for (; i + LANES / 2 <= n; i += LANES / 2)
-        for (size_t l = 0; l < LANES / 2; l++)
-            t[l] += (double)x[i + l] * (double)x[i + l];
-    for (; i < n; i++)
-        t[i % (LANES / 2)] += (double)x[i] * (double)x[i];
-    return fold_f64(t);
+    return sum_powers_f64(x, n, true);
 }
 
 /* ---- elementwise -------------------------------------------------------------------------------- */
@@ -226,10 +222,10 @@ static inline reg sigmoid_reg(reg x)
     return 1.0f / (1.0f + exp_reg(-x));
 }
 
+// The last n % LANES elements are computed in a buffer.
 static float row_exp_sub_sum(const float *x, float sub, float *y, size_t n)
 {
     reg sum[N_REGS] = {0};
-    float lane[LANES];
     size_t i = 0;
     for (; i + LANES <= n; i += LANES)
         for (int r = 0; r < N_REGS; r++) {
@@ -237,17 +233,18 @@ static float row_exp_sub_sum(const float *x, float sub, float *y, size_t n)
             sum[r] += e;
             store(y + i + r * REG, e);
         }
-    memcpy(lane, sum, sizeof lane);
     if (i < n) {
-        float t[LANES] = {0};
-        memcpy(t, x + i, (n - i) * sizeof *t);
-        for (int r = 0; r < N_REGS; r++)
-            store(t + r * REG, exp_reg(load(t + r * REG) - sub));
-        for (size_t l = 0; l < n - i; l++)
-            lane[l] += t[l];
+        float t[LANES];
+        for (size_t l = 0; l < LANES; l++)
+            t[l] = i + l < n ? x[i + l] : -INFINITY; // adds 0
+        for (int r = 0; r < N_REGS; r++) {
+            const reg e = exp_reg(load(t + r * REG) - sub);
+            sum[r] += e;
+            store(t + r * REG, e);
+        }
         memcpy(y + i, t, (n - i) * sizeof *t);
     }
-    return fold(lane);
+    return fold(sum);
 }
 
 static void row_sigmoid(const float *x, float *y, size_t n)
@@ -255,12 +252,10 @@ static void row_sigmoid(const float *x, float *y, size_t n)
     size_t i = 0;
     for (; i + REG <= n; i += REG)
         store(y + i, sigmoid_reg(load(x + i)));
-    if (i < n) {
-        float t[REG] = {0};
-        memcpy(t, x + i, (n - i) * sizeof *t);
-        store(t, sigmoid_reg(load(t)));
-        memcpy(y + i, t, (n - i) * sizeof *t);
-    }
+    float t[REG] = {0};
+    memcpy(t, x + i, (n - i) * sizeof *t);
+    store(t, sigmoid_reg(load(t)));
+    memcpy(y + i, t, (n - i) * sizeof *t);
 }
 
 static void row_to_bf16(const float *x, uint16_t *y, size_t n)
@@ -290,24 +285,24 @@ static void row_norm_forward(const float *x, const float *gain, float rstd, floa
         y[i] = x[i] * rstd * gain[i];
 }
 
+INLINE void norm_grad(const float *dy, const float *gain, const float *x, float rstd, float c,
+                      bool accumulate, float *dx, float *dgain, size_t n)
+{
+    INDEPENDENT
+    for (size_t i = 0; i < n; i++) {
+        const float dyi = dy[i], xi = x[i], d = rstd * (dyi * gain[i]) - c * xi;
+        dgain[i] += dyi * (xi * rstd);
+        dx[i] = accumulate ? dx[i] + d : d;
+    }
+}
+
 static void row_norm_backward(const float *dy, const float *gain, const float *x, float rstd,
                               float c, bool accumulate, float *dx, float *dgain, size_t n)
 {
-    if (accumulate) {
-        INDEPENDENT
-        for (size_t i = 0; i < n; i++) {
-            const float dyi = dy[i], xi = x[i];
-            dgain[i] += dyi * (xi * rstd);
-            dx[i] += rstd * (dyi * gain[i]) - c * xi;
-        }
-    } else {
-        INDEPENDENT
-        for (size_t i = 0; i < n; i++) {
-            const float dyi = dy[i], xi = x[i];
-            dgain[i] += dyi * (xi * rstd);
-            dx[i] = rstd * (dyi * gain[i]) - c * xi;
-        }
-    }
+    if (accumulate)
+        norm_grad(dy, gain, x, rstd, c, true, dx, dgain, n);
+    else
+        norm_grad(dy, gain, x, rstd, c, false, dx, dgain, n);
 }
 
 static void row_rope_split(const float *cos, const float *sin, float sign, float *lo, float *hi,
@@ -383,9 +378,7 @@ static float row_swiglu_backward(const float *dh, const float *gate_up, float w,
         memcpy(dgate_up + 2 * i, dg, rest * sizeof *dg);
         memcpy(dgate_up + 2 * i + LANES, dg + LANES, rest * sizeof *dg);
     }
-    float lane[LANES];
-    memcpy(lane, sum, sizeof lane);
-    return fold(lane);
+    return fold(sum);
 }
 
 /* ---- optimizer ---------------------------------------------------------------------------------- */
@@ -395,12 +388,12 @@ static void row_adamw(const dpl_adamw *rule, const float *grad, float *param, fl
                       size_t n)
 {
     const dpl_adamw a = *rule;
-    const float c1 = 1.0f - a.b1, c2 = 1.0f - a.b2;
+    const float b1 = (float)a.b1, b2 = (float)a.b2, c1 = (float)(1 - a.b1), c2 = (float)(1 - a.b2);
     INDEPENDENT
     for (size_t i = 0; i < n; i++) {
         const float g = grad[i] * a.grad_scale;
-        const float mi = a.b1 * m[i] + c1 * g;
-        const float vi = a.b2 * v[i] + c2 * (g * g);
+        const float mi = b1 * m[i] + c1 * g;
+        const float vi = b2 * v[i] + c2 * (g * g);
         const float den = sqrtf(vi / a.correct2 + a.eps_root) + a.eps;
         const float num = mi / a.correct1;
         const float u = num / pick(den == 0.0f, 1.0f, den) + a.decay * param[i];
@@ -410,28 +403,16 @@ static void row_adamw(const dpl_adamw *rule, const float *grad, float *param, fl
     }
 }
 
-static void fill(dpl_row_kernels *k)
+void FILL(dpl_row_kernels *k)
 {
     *k = (dpl_row_kernels){
-        .max = row_max,
-        .sum = row_sum,
-        .dot = row_dot,
-        .sum_f64 = row_sum_f64,
-        .sum_squares_f64 = row_sum_squares_f64,
-        .axpy = row_axpy,
-        .add = row_add,
-        .scale = row_scale,
-        .exp_sub_sum = row_exp_sub_sum,
-        .sigmoid = row_sigmoid,
-        .to_bf16 = row_to_bf16,
-        .from_bf16 = row_from_bf16,
-        .norm_forward = row_norm_forward,
-        .norm_dot = row_norm_dot,
-        .norm_backward = row_norm_backward,
-        .rope_split = row_rope_split,
-        .rope_pairs = row_rope_pairs,
-        .swiglu_forward = row_swiglu_forward,
-        .swiglu_backward = row_swiglu_backward,
+        .max = row_max, .sum = row_sum, .dot = row_dot, .sum_f64 = row_sum_f64,
+        .sum_squares_f64 = row_sum_squares_f64, .axpy = row_axpy, .add = row_add,
+        .scale = row_scale, .exp_sub_sum = row_exp_sub_sum, .sigmoid = row_sigmoid,
+        .to_bf16 = row_to_bf16, .from_bf16 = row_from_bf16, .norm_forward = row_norm_forward,
+        .norm_dot = row_norm_dot, .norm_backward = row_norm_backward,
+        .rope_split = row_rope_split, .rope_pairs = row_rope_pairs,
+        .swiglu_forward = row_swiglu_forward, .swiglu_backward = row_swiglu_backward,
         .adamw = row_adamw,
     };
 }

@@ -222,7 +222,8 @@ void dpl_combine_rows(dpl_ctx *ctx, dpl_mat rows, const float *row_value, const 
 /* ---- optimizer and reductions (optim.c) --------------------------------------------------------- */
 
 typedef struct dpl_adamw {
-    float lr, b1, b2, eps, eps_root, decay;
+    double b1, b2; // in fp32 1 - b2 would lose what correct2 keeps
+    float lr, eps, eps_root, decay;
     float correct1, correct2; // 1 - b1^n, 1 - b2^n
     float grad_scale;         // the gradient is multiplied by this first (clipping)
 } dpl_adamw;

@@ -10,7 +10,11 @@
 #include "cpu/kernels.h"
 #include "cpu/ops.h"
 
-#define DPL_ROW_BLOCK 1024 // a multiple of DPL_PANEL
+#define DPL_ROW_BLOCK ((size_t)1024) // a multiple of DPL_PANEL
+
+// Goes through columns 0 .. d-1 in blocks: `n` of them from `col` on.
+#define DPL_EACH_BLOCK(col, n, d) \
+    for (size_t col = 0, n; n = DPL_MIN(DPL_ROW_BLOCK, (d) - col), col < (d); col += n)
 
 // `n` elements of `row` as fp32: in place, or converted into scratch (n elements).
 static inline const float *dpl_row_load(const dpl_row_kernels *k, dpl_mat m, size_t row, size_t n,
