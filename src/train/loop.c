@@ -47,6 +47,19 @@ static dpl_status open_log(const char *path, const char *mode, FILE **file_out)
     return DPL_OK;
 }
 
+static bool evaluates(const dpl_options *o, int64_t step)
+{
+    return o->eval_interval > 0 && step >= o->eval_start_step &&
+           (step - o->eval_start_step) % o->eval_interval == 0;
+}
+
+// Where a resumed run begins: a request to stop may have cut the evaluation there, and whether the target was reached
+// stands in no checkpoint.
+static bool evaluates_again(const dpl_trainer *t)
+{
+    return t->step > 0 && t->saved == t->step - 1 && evaluates(t->o, t->saved);
+}
+
 static dpl_status open_files(run *r)
 {
     dpl_trainer *t = r->t;
@@ -60,7 +73,7 @@ static dpl_status open_files(run *r)
     DPL_TRY(open_log(path, mode, &r->log));
     if (t->step > 0) fputc('\n', r->log); // ends the line that a killed process or a full disk cut
     DPL_TRY(dpl_path_join(t->run_dir, "metrics.jsonl", path));
-    if (t->step > 0) DPL_TRY(dpl_metrics_cut(path, t->step - 1));
+    if (t->step > 0) DPL_TRY(dpl_metrics_cut(path, t->step - 1, !evaluates_again(t)));
     return open_log(path, mode, &r->metrics);
 }
 
@@ -126,12 +139,6 @@ static dpl_status train_step(run *r)
     return DPL_OK;
 }
 
-static bool evaluates(const dpl_options *o, int64_t step)
-{
-    return o->eval_interval > 0 && step >= o->eval_start_step &&
-           (step - o->eval_start_step) % o->eval_interval == 0;
-}
-
 static dpl_status evaluate(run *r, int64_t step)
 {
     const dpl_options *o = r->t->o;
@@ -166,19 +173,24 @@ static dpl_status save(run *r, bool due)
     return emit(r, line);
 }
 
+static dpl_status write_measured(run *r)
+{
+    char line[128];
+    dpl_format(line, sizeof line, "memory: activations and temporaries %.1f MB, measured",
+               (double)dpl_arena_peak_bytes(r->t->ctx->arena) * 1e-6);
+    return emit(r, line);
+}
+
 static dpl_status train(run *r)
 {
     dpl_trainer *t = r->t;
     const dpl_options *o = t->o;
-    // A run that had reached its target has nothing to go on with.
-    if (o->target_eval_loss > 0 && t->step > 0 && evaluates(o, t->step - 1)) {
-        dpl_eval_metrics m;
-        DPL_TRY(dpl_trainer_evaluate(t, &m));
-        r->done = m.loss <= o->target_eval_loss;
-    }
+    const int64_t first = t->step;
+    if (evaluates_again(t)) DPL_TRY(evaluate(r, t->saved));
     while (t->step < t->n_steps && !t->stop && !r->done) {
         const int64_t step = t->step;
         DPL_TRY(train_step(r));
+        if (step == first) DPL_TRY(write_measured(r));
         DPL_TRY(evaluate(r, step));
         DPL_TRY(
             save(r, step % o->checkpoint_period == 0 && (step > 0 || o->save_checkpoint_on_start)));

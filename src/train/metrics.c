@@ -110,16 +110,17 @@ json_t *dpl_metrics_eval_row(int64_t step, const dpl_eval_metrics *m)
     return row;
 }
 
-static bool keep_line(const char *line, size_t n, int64_t step)
+static bool keep_line(const char *line, size_t n, int64_t step, bool eval)
 {
     json_t *row = json_loadb(line, n, 0, NULL);
     const json_t *value = json_object_get(row, "step");
+    if (!eval && json_object_get(row, "eval_loss")) step--;
     const bool keep = json_is_integer(value) && json_integer_value(value) <= step;
     json_decref(row);
     return keep;
 }
 
-dpl_status dpl_metrics_cut(const char *path, int64_t step)
+dpl_status dpl_metrics_cut(const char *path, int64_t step, bool eval)
 {
     dpl_map map;
     if (!dpl_path_exists(path)) return DPL_OK;
@@ -131,7 +132,7 @@ dpl_status dpl_metrics_cut(const char *path, int64_t step)
         const char *stop = memchr(line, '\n', (size_t)(end - line));
         if (!stop) break; // a killed process left half a line
         const size_t n = (size_t)(stop - line) + 1;
-        if (keep_line(line, n, step)) {
+        if (keep_line(line, n, step, eval)) {
             memcpy(kept + used, line, n);
             used += n;
         }

@@ -255,8 +255,8 @@ void dpl_metrics_profile(const dpl_trainer *t, char *text, size_t size);
 // One row, a new reference; numbers that are not finite become null. NULL without memory.
 json_t *dpl_metrics_row(const dpl_trainer *t, const dpl_step_metrics *m);
 json_t *dpl_metrics_eval_row(int64_t step, const dpl_eval_metrics *m);
-// Drops the rows after `step` and what a killed process left of its last line. -1: all rows.
-dpl_status dpl_metrics_cut(const char *path, int64_t step);
+// Drops the rows after `step`, without `eval` also its evaluation, and what a killed process left of its last line.
+dpl_status dpl_metrics_cut(const char *path, int64_t step, bool eval);
 // snprintf with a decimal point, whatever the locale.
 int dpl_format(char *text, size_t size, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
