@@ -53,26 +53,36 @@ for size in 4 12 200 840 1000 1500 1720 2360 $((900 + RANDOM % 2000)) $((900 + R
 done
 
 # ---- signals at random moments, in steps, evaluations and checkpoints: exit 0, and the same end
-mkdir "$work/signals" && cd "$work/signals" || exit 1
-n_stopped=0
-for _ in $(seq 100); do
-    start &
-    pid=$!
-    if [ $n_stopped -lt 8 ]; then
-        sleep "0.$(printf '%03d' $((RANDOM % 500)))"
-        signal=$([ $((RANDOM % 2)) = 0 ] && echo TERM || echo INT)
-        kill -$signal $pid 2> /dev/null
-        n_stopped=$((n_stopped + 1))
-    fi
-    wait $pid 2> /dev/null
-    code=$?
-    n=$((n + 1))
-    # Before there is anything to save the signal has its usual effect.
-    [ $code = 0 ] || { [ $code -gt 128 ] && [ ! -s out ]; } || bad "a signal: exit code $code: $(tail -n 2 err)"
-    grep -q '^completed step: 23,' runs/run/log.txt 2> /dev/null && [ $n_stopped = 8 ] && break
-done
-train && expect 0
-same_run "$work/straight/runs/run" runs/run
+stop_often() # name [key=value ...]
+{
+    mkdir "$work/$1" "$work/$1/straight" && cd "$work/$1/straight" || exit 1
+    local keys=("${@:2}") n_stopped=0 begin ms
+    begin=$(date +%s%N)
+    train "${keys[@]}" && expect 0
+    ms=$((($(date +%s%N) - begin) / 1000000))
+    cd ..
+    for _ in $(seq 100); do
+        start "${keys[@]}" &
+        pid=$!
+        if [ $n_stopped -lt 8 ]; then
+            sleep "0.$(printf '%03d' $((RANDOM % (ms < 1800 ? ms / 2 : 900))))"
+            signal=$([ $((RANDOM % 2)) = 0 ] && echo TERM || echo INT)
+            kill -$signal $pid 2> /dev/null
+            n_stopped=$((n_stopped + 1))
+        fi
+        wait $pid 2> /dev/null
+        code=$?
+        n=$((n + 1))
+        # Before there is anything to save the signal has its usual effect.
+        [ $code = 0 ] || { [ $code -gt 128 ] && [ ! -s out ]; } || bad "a signal: exit code $code: $(tail -n 2 err)"
+        grep -q '^completed step: 23,' runs/run/log.txt 2> /dev/null && [ $n_stopped = 8 ] && break
+    done
+    train "${keys[@]}" && expect 0
+    same_run straight/runs/run runs/run
+}
+stop_often signals
+seq -f 'a longer text to evaluate on, line %g' 600 > long.txt # nearly all of the time
+stop_often evaluations "eval_dataset_path=$PWD/long.txt" eval_interval=6 eval_steps=-1 checkpoint_period=100
 
 for second in INT TERM; do
     fresh "second.$second"
