@@ -133,9 +133,10 @@ dpl_status dpl_config_adopt(dpl_config *config, const char *dir, dpl_model_confi
         const void *a = (const uint8_t *)&have + key->offset,
                    *b = (const uint8_t *)&want + key->offset;
         char text[64];
-        if (memcmp(a, b, key->kind >= FLAG ? sizeof(bool) : 8) == 0) continue;
+        const bool same = memcmp(a, b, key->kind >= FLAG ? sizeof(bool) : 8) == 0;
+        if (same && config->text[key->id][0]) continue; // an empty choice is to be filled in
         field_text(key, a, text, sizeof text);
-        if (config->given[key->id])
+        if (!same && config->given[key->id])
             return dpl_fail(DPL_EINVAL, "%s=%s, but the model in %s has %s", key->key,
                             config->text[key->id], dir, text);
         DPL_TRY(dpl_config_put(config, key->key, text));
