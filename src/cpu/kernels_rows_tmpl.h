@@ -47,30 +47,34 @@ static inline void store(float *x, reg v)
     memcpy(x, &v, sizeof v);
 }
 
+typedef union word {
+    float f;
+    uint32_t u;
+} word;
+
 static inline uint32_t bits_of(float f)
 {
-    uint32_t u;
-    memcpy(&u, &f, sizeof u);
-    return u;
+    return (word){.f = f}.u;
 }
 
 static inline float float_of(uint32_t u)
 {
-    float f;
-    memcpy(&f, &u, sizeof f);
-    return f;
+    return (word){.u = u}.f;
 }
-
-// yes ? a : b, as bits: a branch here would be threaded into what follows and stop vectorization.
-static inline float pick(bool yes, float a, float b)
-{
-    const uint32_t mask = 0u - (uint32_t)yes;
-    return float_of((bits_of(a) & mask) | (bits_of(b) & ~mask));
-}
-
-/* ---- reductions --------------------------------------------------------------------------------- */
 
 #define INLINE static inline __attribute__((always_inline))
+
+// A kernel that computes `expression` for each i < n.
+#define ELEMENTWISE(name, expression, ...)            \
+    static void row_##name(__VA_ARGS__, size_t n)     \
+    {                                                 \
+        INDEPENDENT for (size_t i = 0; i < n; i++) \
+        {                                             \
+            expression;                               \
+        }                                             \
+    }
+
+/* ---- reductions --------------------------------------------------------------------------------- */
 
 // Halves are folded onto each other, so that near lanes meet last.
 INLINE float fold(const void *lanes)
@@ -171,25 +175,19 @@ static double row_sum_squares_f64(const float *x, size_t n)
 
 /* ---- elementwise -------------------------------------------------------------------------------- */
 
-static void row_axpy(float a, const float *x, float *y, size_t n)
+static inline uint16_t bf16_of(uint32_t u)
 {
-    INDEPENDENT
-    for (size_t i = 0; i < n; i++)
-        y[i] += a * x[i];
+    const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16, nan = (u >> 16) | 0x40u;
+    return (uint16_t)((u & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
 }
 
-static void row_add(const float *a, const float *b, float *y, size_t n)
-{
-    INDEPENDENT
-    for (size_t i = 0; i < n; i++)
-        y[i] = a[i] + b[i];
-}
-
-static void row_scale(float a, float *x, size_t n)
-{
-    for (size_t i = 0; i < n; i++)
-        x[i] *= a;
-}
+ELEMENTWISE(axpy, y[i] += a * x[i], float a, const float *x, float *y)
+ELEMENTWISE(add, y[i] = a[i] + b[i], const float *a, const float *b, float *y)
+ELEMENTWISE(scale, x[i] *= a, float a, float *x)
+ELEMENTWISE(to_bf16, y[i] = bf16_of(bits_of(x[i])), const float *x, uint16_t *y)
+ELEMENTWISE(from_bf16, y[i] = float_of((uint32_t)x[i] << 16), const uint16_t *x, float *y)
+ELEMENTWISE(norm_forward, y[i] = x[i] * rstd * gain[i], const float *x, const float *gain,
+            float rstd, float *y)
 
 // exp without branches: x = n ln 2 + r, |r| <= ln 2 / 2, a polynomial for e^r, and 2^n in two
 // factors, so that results down to the smallest subnormal and up to infinity come out right.
@@ -258,51 +256,18 @@ static void row_sigmoid(const float *x, float *y, size_t n)
     memcpy(y + i, t, (n - i) * sizeof *t);
 }
 
-static void row_to_bf16(const float *x, uint16_t *y, size_t n)
-{
-    INDEPENDENT
-    for (size_t i = 0; i < n; i++) {
-        const uint32_t u = bits_of(x[i]);
-        const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
-        const uint32_t nan = (u >> 16) | 0x40u;
-        y[i] = (uint16_t)((u & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
-    }
-}
-
-static void row_from_bf16(const uint16_t *x, float *y, size_t n)
-{
-    INDEPENDENT
-    for (size_t i = 0; i < n; i++)
-        y[i] = float_of((uint32_t)x[i] << 16);
-}
-
 /* ---- RMSNorm and RoPE --------------------------------------------------------------------------- */
-
-static void row_norm_forward(const float *x, const float *gain, float rstd, float *y, size_t n)
-{
-    INDEPENDENT
-    for (size_t i = 0; i < n; i++)
-        y[i] = x[i] * rstd * gain[i];
-}
-
-INLINE void norm_grad(const float *dy, const float *gain, const float *x, float rstd, float c,
-                      bool accumulate, float *dx, float *dgain, size_t n)
-{
-    INDEPENDENT
-    for (size_t i = 0; i < n; i++) {
-        const float dyi = dy[i], xi = x[i], d = rstd * (dyi * gain[i]) - c * xi;
-        dgain[i] += dyi * (xi * rstd);
-        dx[i] = accumulate ? dx[i] + d : d;
-    }
-}
 
 static void row_norm_backward(const float *dy, const float *gain, const float *x, float rstd,
                               float c, bool accumulate, float *dx, float *dgain, size_t n)
 {
-    if (accumulate)
-        norm_grad(dy, gain, x, rstd, c, true, dx, dgain, n);
-    else
-        norm_grad(dy, gain, x, rstd, c, false, dx, dgain, n);
+    const uint32_t keep = accumulate ? ~0u : 0; // A mask, as what dx holds may be a NaN.
+    INDEPENDENT
+    for (size_t i = 0; i < n; i++) {
+        const float dyi = dy[i], xi = x[i];
+        dgain[i] += dyi * (xi * rstd);
+        dx[i] = float_of(bits_of(dx[i]) & keep) + (rstd * (dyi * gain[i]) - c * xi);
+    }
 }
 
 static void row_rope_split(const float *cos, const float *sin, float sign, float *lo, float *hi,
@@ -395,11 +360,10 @@ static void row_adamw(const dpl_adamw *rule, const float *grad, float *param, fl
         const float mi = b1 * m[i] + c1 * g;
         const float vi = b2 * v[i] + c2 * (g * g);
         const float den = sqrtf(vi / a.correct2 + a.eps_root) + a.eps;
-        const float num = mi / a.correct1;
-        const float u = num / pick(den == 0.0f, 1.0f, den) + a.decay * param[i];
+        const float not_zero = den + (float)(den == 0.0f); // without a branch
         m[i] = mi;
         v[i] = vi;
-        param[i] -= a.lr * u;
+        param[i] -= a.lr * (mi / a.correct1 / not_zero + a.decay * param[i]);
     }
 }
 

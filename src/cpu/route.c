@@ -72,17 +72,21 @@ static void drop_groups(const dpl_route_rule *rule, float *choice, float *score)
     int32_t *best_id = (int32_t *)(best + rule->n_groups);
     for (size_t g = 0; g < rule->n_groups; g++) {
         float first = -INFINITY, second = -INFINITY;
-        for (size_t i = g * size; i < (g + 1) * size; i++) {
-            second = DPL_MAX(second, DPL_MIN(first, choice[i]));
-            first = DPL_MAX(first, choice[i]);
-        }
+        for (size_t i = g * size; i < (g + 1) * size; i++)
+            if (choice[i] > first) {
+                second = first;
+                first = choice[i];
+            } else if (choice[i] > second) {
+                second = choice[i];
+            }
         score[g] = rule->group_top2 && size > 1 ? first + second : first;
     }
     find_best(score, rule->n_groups, rule->top_groups, best, best_id);
     for (size_t i = 0; i < rule->top_groups; i++)
         score[best_id[i]] = NAN; // NaN marks the kept
-    for (size_t e = 0; e < rule->n_experts; e++)
-        if (!isnan(score[e / size])) choice[e] = -INFINITY;
+    for (size_t g = 0; g < rule->n_groups; g++)
+        for (size_t i = g * size; !isnan(score[g]) && i < (g + 1) * size; i++)
+            choice[i] = -INFINITY;
 }
 
 typedef struct route_args {

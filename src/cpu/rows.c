@@ -294,10 +294,9 @@ static size_t source_of(const gather_args *a, size_t row)
 }
 
 // Rows lie anywhere, so the hardware does not see the next one coming.
-static void fetch_ahead(const gather_args *a, size_t row)
+static void fetch_ahead(const gather_args *a, size_t from)
 {
-    const size_t from = source_of(a, row);
-    if (from == NO_ROW || a->in_panels) return;
+    if (from == NO_ROW || !a->map || a->in_panels) return;
     for (size_t i = 0; i < a->d * dpl_dtype_bytes(a->from.dtype); i += 64)
         __builtin_prefetch((const uint8_t *)dpl_mat_row(a->from, from) + i, 0, 2);
 }
@@ -328,9 +327,11 @@ static void gather_panel_row(const gather_args *a, const dpl_row_kernels *k, siz
 static void gather_rows(const void *args, const dpl_part *part)
 {
     const gather_args *a = args;
+    size_t next = source_of(a, part->first);
     for (size_t row = part->first; row < part->end; row++) {
-        const size_t from = source_of(a, row);
-        if (a->map) fetch_ahead(a, row + 1);
+        const size_t from = next;
+        next = source_of(a, row + 1);
+        fetch_ahead(a, next);
         if (from == NO_ROW)
             memset(dpl_mat_row(a->to, row), 0, a->d * dpl_dtype_bytes(a->to.dtype));
         else if (a->in_panels)
@@ -385,7 +386,7 @@ typedef struct embed_grad_args {
 static void embed_backward(const void *args, const dpl_part *part)
 {
     const embed_grad_args *a = args;
-    const size_t count = part->end - part->first, stride = a->in_panels ? DPL_PANEL : 1;
+    const size_t count = part->end - part->first;
     float buf[EMBED_COLS];
     for (size_t row = 0; row < a->n_rows; row++) {
         if (a->ids[row] < 0 || (size_t)a->ids[row] >= a->v) continue;
@@ -393,8 +394,11 @@ static void embed_backward(const void *args, const dpl_part *part)
         const float *dy = dpl_row_load(part->k, dpl_mat_at(a->dy, row, part->first), 0, count, buf);
         float *to = a->dtable + (a->in_panels ? dpl_panel_index(id, part->first, a->d)
                                               : id * a->d + part->first);
-        for (size_t i = 0; i < count; i++)
-            to[i * stride] += dy[i];
+        if (a->in_panels)
+            for (size_t i = 0; i < count; i++)
+                to[i * DPL_PANEL] += dy[i];
+        else
+            part->k->add(to, dy, to, count);
     }
 }
 
