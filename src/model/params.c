@@ -1,8 +1,8 @@
-// params.c - the model's tensors: one table, one flat array a kind, the names on disk, the initial values.
+// params.c - the model's tensors: one table of shapes and names on disk, memory, initial values.
 //
-// Master, gradient, moments and bf16 copy are flat arrays of the same order; a parameter is an offset into each.
-// The Hugging Face layout (one row-major matrix a projection and expert) exists only on the way to and from files:
-// a disk tensor is a slice of one parameter, moved by dpl_disk_gather and dpl_disk_scatter.
+// Master, gradient, moments and bf16 copy are flat arrays of the same order; a parameter is an
+// offset into each. The Hugging Face layout (one row-major matrix a projection and expert) exists
+// only on the way to and from files: a disk tensor is a slice of one parameter.
 #include <math.h>
 #include <stdio.h>
 
@@ -10,223 +10,121 @@
 
 /* ---- the table ---- */
 
-static size_t n_all_layers(const dpl_model_config *c)
+typedef enum row_kind { MATRIX, GATE_UP, ROWS, NORM, BIAS } row_kind; // the last two are vectors
+
+typedef struct spec {
+    dpl_param_id id;
+    row_kind kind;
+    bool present;
+    size_t n_groups, n, k;
+    const char *name; // on disk, after "model.layers.N."; with a dot at its end: an MLP's folder
+} spec;
+
+// Appends the slice (group, part) of `param`.
+static dpl_disk_tensor *add_disk(dpl_model *m, const spec *r, int layer, const dpl_param *param,
+                                 size_t group, int part)
 {
-    return c->n_layers + c->n_mtp;
+    dpl_disk_tensor *t = &m->disk[m->n_disk++];
+    const bool vector = r->kind >= NORM, folder = r->name[strlen(r->name) - 1] == '.';
+    *t = (dpl_disk_tensor){.param = param, .group = group, .part = part, .rank = vector ? 1 : 2};
+    t->shape[0] = (int64_t)(vector ? r->k : r->n);
+    t->shape[1] = (int64_t)(vector ? 1 : r->k);
+    char prefix[48] = "", expert[24] = "";
+    if (layer >= 0) snprintf(prefix, sizeof prefix, "model.layers.%d.", layer);
+    if (r->id == DPL_P_EXPERT_GATE_UP || r->id == DPL_P_EXPERT_DOWN)
+        snprintf(expert, sizeof expert, "%zu.", group);
+    const char *const leaf = !folder              ? ""
+                             : r->kind != GATE_UP ? "down_proj.weight"
+                             : part == 0          ? "gate_proj.weight"
+                                                  : "up_proj.weight";
+    snprintf(t->name, sizeof t->name, "%s%s%s%s", prefix, r->name, expert, leaf);
+    return t;
 }
 
-static dpl_param *append(dpl_model *m, dpl_param param, size_t elems)
+static void add_param(dpl_model *m, int layer, const spec *r)
 {
     dpl_params *p = &m->params;
-    param.offset = p->elems;
-    param.elems = elems;
-    p->elems += dpl_round_up(elems, DPL_ALIGN / sizeof(float));
-    p->list[p->n] = param;
-    m->by_id[(size_t)(param.layer + 1) * DPL_P_N + param.id] = &p->list[p->n];
-    return &p->list[p->n++];
+    dpl_param *param = &p->list[p->n++];
+    const bool panels = r->kind == MATRIX || r->kind == GATE_UP;
+    *param = (dpl_param){.id = r->id, .layer = layer, .in_panels = panels,
+                         .interleaved = r->kind == GATE_UP, .n_groups = r->n_groups,
+                         .n = r->kind == GATE_UP ? dpl_gate_up_width(r->n) : r->n, .k = r->k,
+                         .offset = p->elems, .ones = r->kind == NORM};
+    param->fan_in = panels ? (double)r->k : r->kind == ROWS;
+    param->elems = panels ? r->n_groups * dpl_panel_elems(param->n, r->k) : r->n * r->k;
+    p->elems += dpl_round_up(param->elems, DPL_ALIGN / sizeof(float));
+    m->by_id[(size_t)(layer + 1) * DPL_P_N + r->id] = param;
+    for (size_t group = 0; group < r->n_groups; group++)
+        for (int part = 0; part < 1 + param->interleaved; part++)
+            add_disk(m, r, layer, param, group, part);
+    if (r->id != DPL_P_ROUTER) return;
+    const spec bias = {DPL_P_N, BIAS, true, 1, 1, r->n, "mlp.gate.e_score_correction_bias"};
+    add_disk(m, &bias, layer, NULL, 0, 0)->bias = dpl_model_bias(m, (size_t)layer);
 }
 
-static dpl_param *add(dpl_model *m, int layer, dpl_param_id id, size_t n_groups, size_t n, size_t k)
+static void add_rows(dpl_model *m, int layer, const spec *rows, size_t n)
 {
-    const dpl_param param = {.id = id,
-                             .layer = layer,
-                             .in_panels = true,
-                             .n_groups = n_groups,
-                             .n = n,
-                             .k = k,
-                             .fan_in = (double)k};
-    return append(m, param, n_groups * dpl_panel_elems(n, k));
+    for (size_t i = 0; i < n; i++)
+        if (rows[i].present) add_param(m, layer, &rows[i]);
 }
 
-static dpl_param *add_vector(dpl_model *m, int layer, dpl_param_id id, size_t k)
-{
-    return append(m, (dpl_param){.id = id, .layer = layer, .n_groups = 1, .n = 1, .k = k}, k);
-}
-
-static void add_norm(dpl_model *m, int layer, dpl_param_id id, size_t d)
-{
-    add_vector(m, layer, id, d)->ones = true;
-}
-
-static void add_gate_up(dpl_model *m, int layer, dpl_param_id id, size_t n_groups, size_t f,
-                        size_t d)
-{
-    add(m, layer, id, n_groups, dpl_gate_up_width(f), d)->interleaved = true;
-}
-
-static void add_attention(dpl_model *m, int layer)
+static void add_layer(dpl_model *m, size_t layer)
 {
     const dpl_model_config *c = &m->config;
-    const size_t heads_qk = c->n_heads * (c->d_nope + c->d_rope);
-    add_norm(m, layer, DPL_P_ATTN_NORM, c->d);
-    if (c->q_lora) {
-        add(m, layer, DPL_P_Q_A, 1, c->q_lora, c->d);
-        if (c->attention_bias) add_vector(m, layer, DPL_P_Q_A_BIAS, c->q_lora);
-        add_norm(m, layer, DPL_P_Q_A_NORM, c->q_lora);
-        add(m, layer, DPL_P_Q_B, 1, heads_qk, c->q_lora);
-    } else {
-        add(m, layer, DPL_P_Q, 1, heads_qk, c->d);
-    }
-    add(m, layer, DPL_P_KV_A, 1, c->kv_lora + c->d_rope, c->d);
-    if (c->attention_bias) add_vector(m, layer, DPL_P_KV_A_BIAS, c->kv_lora + c->d_rope);
-    add_norm(m, layer, DPL_P_KV_A_NORM, c->kv_lora);
-    add(m, layer, DPL_P_KV_B, 1, c->n_heads * (c->d_nope + c->d_v), c->kv_lora);
-    add(m, layer, DPL_P_O, 1, c->d, c->n_heads * c->d_v);
-    if (c->attention_bias) add_vector(m, layer, DPL_P_O_BIAS, c->d);
-    add_norm(m, layer, DPL_P_MLP_NORM, c->d);
-}
-
-static void add_mlp(dpl_model *m, int layer)
-{
-    const dpl_model_config *c = &m->config;
-    if (!dpl_model_layer_is_moe(c, (size_t)layer)) {
-        add_gate_up(m, layer, DPL_P_GATE_UP, 1, c->mlp_f, c->d);
-        add(m, layer, DPL_P_DOWN, 1, c->d, c->mlp_f);
-        return;
-    }
-    add(m, layer, DPL_P_ROUTER, 1, c->n_experts, c->d);
-    add_gate_up(m, layer, DPL_P_EXPERT_GATE_UP, c->n_experts, c->moe_f, c->d);
-    add(m, layer, DPL_P_EXPERT_DOWN, c->n_experts, c->d, c->moe_f);
-    if (c->n_shared) {
-        add_gate_up(m, layer, DPL_P_SHARED_GATE_UP, 1, c->moe_f * c->n_shared, c->d);
-        add(m, layer, DPL_P_SHARED_DOWN, 1, c->d, c->moe_f * c->n_shared);
-    }
+    const bool mtp = layer >= c->n_layers, moe = dpl_model_layer_is_moe(c, layer);
+    const bool lora = c->q_lora > 0, bias = c->attention_bias, shared = moe && c->n_shared > 0;
+    const size_t d = c->d, e = c->n_experts, f = c->moe_f, shared_f = f * c->n_shared;
+    const size_t qk = c->n_heads * (c->d_nope + c->d_rope), kv_a = c->kv_lora + c->d_rope;
+    const size_t kv = c->n_heads * (c->d_nope + c->d_v), v = c->n_heads * c->d_v;
+    const spec rows[] = {
+        {DPL_P_MTP_ENORM, NORM, mtp, 1, 1, d, "enorm.weight"},
+        {DPL_P_MTP_HNORM, NORM, mtp, 1, 1, d, "hnorm.weight"},
+        {DPL_P_MTP_PROJ, MATRIX, mtp, 1, d, 2 * d, "eh_proj.weight"},
+        {DPL_P_MTP_NORM, NORM, mtp, 1, 1, d, "shared_head.norm.weight"},
+        {DPL_P_ATTN_NORM, NORM, true, 1, 1, d, "input_layernorm.weight"},
+        {DPL_P_Q, MATRIX, !lora, 1, qk, d, "self_attn.q_proj.weight"},
+        {DPL_P_Q_A, MATRIX, lora, 1, c->q_lora, d, "self_attn.q_a_proj.weight"},
+        {DPL_P_Q_A_BIAS, BIAS, lora && bias, 1, 1, c->q_lora, "self_attn.q_a_proj.bias"},
+        {DPL_P_Q_A_NORM, NORM, lora, 1, 1, c->q_lora, "self_attn.q_a_layernorm.weight"},
+        {DPL_P_Q_B, MATRIX, lora, 1, qk, c->q_lora, "self_attn.q_b_proj.weight"},
+        {DPL_P_KV_A, MATRIX, true, 1, kv_a, d, "self_attn.kv_a_proj_with_mqa.weight"},
+        {DPL_P_KV_A_BIAS, BIAS, bias, 1, 1, kv_a, "self_attn.kv_a_proj_with_mqa.bias"},
+        {DPL_P_KV_A_NORM, NORM, true, 1, 1, c->kv_lora, "self_attn.kv_a_layernorm.weight"},
+        {DPL_P_KV_B, MATRIX, true, 1, kv, c->kv_lora, "self_attn.kv_b_proj.weight"},
+        {DPL_P_O, MATRIX, true, 1, d, v, "self_attn.o_proj.weight"},
+        {DPL_P_O_BIAS, BIAS, bias, 1, 1, d, "self_attn.o_proj.bias"},
+        {DPL_P_MLP_NORM, NORM, true, 1, 1, d, "post_attention_layernorm.weight"},
+        {DPL_P_GATE_UP, GATE_UP, !moe, 1, c->mlp_f, d, "mlp."},
+        {DPL_P_DOWN, MATRIX, !moe, 1, d, c->mlp_f, "mlp."},
+        {DPL_P_ROUTER, MATRIX, moe, 1, e, d, "mlp.gate.weight"},
+        {DPL_P_EXPERT_GATE_UP, GATE_UP, moe, e, f, d, "mlp.experts."},
+        {DPL_P_EXPERT_DOWN, MATRIX, moe, e, d, f, "mlp.experts."},
+        {DPL_P_SHARED_GATE_UP, GATE_UP, shared, 1, shared_f, d, "mlp.shared_experts."},
+        {DPL_P_SHARED_DOWN, MATRIX, shared, 1, d, shared_f, "mlp.shared_experts."}};
+    add_rows(m, (int)layer, rows, DPL_COUNT(rows));
+    if (!mtp) return;
+    // Public files repeat embedding and head under each MTP layer.
+    const spec copies[] = {{DPL_P_EMBED, ROWS, true, 1, c->vocab, d, "embed_tokens.weight"},
+                          {c->tied ? DPL_P_EMBED : DPL_P_HEAD, ROWS, true, 1, c->vocab, d,
+                           "shared_head.head.weight"}};
+    for (size_t i = 0; i < DPL_COUNT(copies); i++)
+        add_disk(m, &copies[i], (int)layer, dpl_model_param(m, -1, copies[i].id), 0, 0)
+            ->copy_of_shared = true;
 }
 
 static void build_table(dpl_model *m)
 {
     const dpl_model_config *c = &m->config;
-    // Untied, the embedding is looked up by rows and never multiplied; tied, it is the head's matrix as well.
-    const dpl_param rows = {
-        .id = DPL_P_EMBED, .layer = -1, .n_groups = 1, .n = c->vocab, .k = c->d, .fan_in = 1};
-    if (c->tied)
-        add(m, -1, DPL_P_EMBED, 1, c->vocab, c->d);
-    else
-        append(m, rows, c->vocab * c->d);
-    for (size_t layer = 0; layer < n_all_layers(c); layer++) {
-        const int i = (int)layer;
-        if (layer >= c->n_layers) {
-            add_norm(m, i, DPL_P_MTP_ENORM, c->d);
-            add_norm(m, i, DPL_P_MTP_HNORM, c->d);
-            add(m, i, DPL_P_MTP_PROJ, 1, c->d, 2 * c->d);
-        }
-        add_attention(m, i);
-        add_mlp(m, i);
-        if (layer >= c->n_layers) add_norm(m, i, DPL_P_MTP_NORM, c->d);
-    }
-    add_norm(m, -1, DPL_P_FINAL_NORM, c->d);
-    if (!c->tied) add(m, -1, DPL_P_HEAD, 1, c->vocab, c->d);
-}
-
-/* ---- names on disk ---- */
-
-typedef struct disk_name {
-    dpl_param_id id;
-    const char *name; // after "model.layers.N."
-} disk_name;
-
-static const disk_name layer_names[] = {
-    {DPL_P_MTP_ENORM, "enorm.weight"},
-    {DPL_P_MTP_HNORM, "hnorm.weight"},
-    {DPL_P_MTP_PROJ, "eh_proj.weight"},
-    {DPL_P_MTP_NORM, "shared_head.norm.weight"},
-    {DPL_P_ATTN_NORM, "input_layernorm.weight"},
-    {DPL_P_Q, "self_attn.q_proj.weight"},
-    {DPL_P_Q_A, "self_attn.q_a_proj.weight"},
-    {DPL_P_Q_A_BIAS, "self_attn.q_a_proj.bias"},
-    {DPL_P_Q_A_NORM, "self_attn.q_a_layernorm.weight"},
-    {DPL_P_Q_B, "self_attn.q_b_proj.weight"},
-    {DPL_P_KV_A, "self_attn.kv_a_proj_with_mqa.weight"},
-    {DPL_P_KV_A_BIAS, "self_attn.kv_a_proj_with_mqa.bias"},
-    {DPL_P_KV_A_NORM, "self_attn.kv_a_layernorm.weight"},
-    {DPL_P_KV_B, "self_attn.kv_b_proj.weight"},
-    {DPL_P_O, "self_attn.o_proj.weight"},
-    {DPL_P_O_BIAS, "self_attn.o_proj.bias"},
-    {DPL_P_MLP_NORM, "post_attention_layernorm.weight"},
-    {DPL_P_GATE_UP, NULL}, // several tensors, worded by disk_suffix()
-    {DPL_P_DOWN, "mlp.down_proj.weight"},
-    {DPL_P_ROUTER, "mlp.gate.weight"},
-    {DPL_P_EXPERT_GATE_UP, NULL},
-    {DPL_P_EXPERT_DOWN, NULL},
-    {DPL_P_SHARED_GATE_UP, NULL},
-    {DPL_P_SHARED_DOWN, "mlp.shared_experts.down_proj.weight"},
-};
-
-static size_t logical_rows(const dpl_model_config *c, dpl_param_id id, const dpl_param *p)
-{
-    if (id == DPL_P_GATE_UP) return c->mlp_f;
-    if (id == DPL_P_EXPERT_GATE_UP) return c->moe_f;
-    if (id == DPL_P_SHARED_GATE_UP) return c->moe_f * c->n_shared;
-    return p->n;
-}
-
-// Appends the slice (group, part) of `param`; `suffix` is the name after the layer's prefix.
-static void add_disk(dpl_model *m, const dpl_param *param, size_t group, int part,
-                     const char *prefix, const char *suffix)
-{
-    dpl_disk_tensor *t = &m->disk[m->n_disk++];
-    const bool vector = !param->in_panels && param->id != DPL_P_EMBED;
-    const size_t rows = logical_rows(&m->config, param->id, param);
-    *t = (dpl_disk_tensor){.param = param, .group = group, .part = part, .rank = vector ? 1 : 2};
-    t->shape[0] = (int64_t)(vector ? param->k : rows);
-    t->shape[1] = (int64_t)(vector ? 1 : param->k);
-    snprintf(t->name, sizeof t->name, "%s%s", prefix, suffix);
-}
-
-static void disk_suffix(const disk_name *entry, size_t group, int part, char *text, size_t size)
-{
-    const char *const projection = part == 0 ? "gate_proj" : "up_proj";
-    if (entry->id == DPL_P_GATE_UP)
-        snprintf(text, size, "mlp.%s.weight", projection);
-    else if (entry->id == DPL_P_SHARED_GATE_UP)
-        snprintf(text, size, "mlp.shared_experts.%s.weight", projection);
-    else if (entry->id == DPL_P_EXPERT_GATE_UP)
-        snprintf(text, size, "mlp.experts.%zu.%s.weight", group, projection);
-    else if (entry->id == DPL_P_EXPERT_DOWN)
-        snprintf(text, size, "mlp.experts.%zu.down_proj.weight", group);
-    else
-        snprintf(text, size, "%s", entry->name);
-}
-
-static void add_layer_disk(dpl_model *m, int layer)
-{
-    char prefix[48], suffix[64];
-    snprintf(prefix, sizeof prefix, "model.layers.%d.", layer);
-    if ((size_t)layer >=
-        m->config.n_layers) { // public files repeat embedding and head under each MTP layer
-        const dpl_param *head = dpl_model_param(m, -1, m->config.tied ? DPL_P_EMBED : DPL_P_HEAD);
-        add_disk(m, dpl_model_param(m, -1, DPL_P_EMBED), 0, 0, prefix, "embed_tokens.weight");
-        m->disk[m->n_disk - 1].copy_of_shared = true;
-        add_disk(m, head, 0, 0, prefix, "shared_head.head.weight");
-        m->disk[m->n_disk - 1].copy_of_shared = true;
-    }
-    for (size_t i = 0; i < DPL_COUNT(layer_names); i++) {
-        const dpl_param *param = dpl_model_param(m, layer, layer_names[i].id);
-        if (!param) continue;
-        for (size_t group = 0; group < param->n_groups; group++) {
-            for (int part = 0; part < (param->interleaved ? 2 : 1); part++) {
-                disk_suffix(&layer_names[i], group, part, suffix, sizeof suffix);
-                add_disk(m, param, group, part, prefix, suffix);
-            }
-        }
-        if (param->id == DPL_P_ROUTER) {
-            dpl_disk_tensor *t = &m->disk[m->n_disk++];
-            *t = (dpl_disk_tensor){.rank = 1,
-                                   .shape = {(int64_t)m->config.n_experts, 1},
-                                   .bias = dpl_model_bias(m, (size_t)layer)};
-            snprintf(t->name, sizeof t->name, "%smlp.gate.e_score_correction_bias", prefix);
-        }
-    }
-}
-
-static void build_disk_names(dpl_model *m)
-{
-    add_disk(m, dpl_model_param(m, -1, DPL_P_EMBED), 0, 0, "", "model.embed_tokens.weight");
-    for (size_t layer = 0; layer < n_all_layers(&m->config); layer++)
-        add_layer_disk(m, (int)layer);
-    add_disk(m, dpl_model_param(m, -1, DPL_P_FINAL_NORM), 0, 0, "", "model.norm.weight");
-    if (!m->config.tied)
-        add_disk(m, dpl_model_param(m, -1, DPL_P_HEAD), 0, 0, "", "lm_head.weight");
+    // Untied, the embedding is looked up by rows and never multiplied; tied, it is the head's
+    // matrix as well.
+    const spec rows[] = {
+        {DPL_P_EMBED, c->tied ? MATRIX : ROWS, true, 1, c->vocab, c->d,
+         "model.embed_tokens.weight"},
+        {DPL_P_FINAL_NORM, NORM, true, 1, 1, c->d, "model.norm.weight"},
+        {DPL_P_HEAD, MATRIX, !c->tied, 1, c->vocab, c->d, "lm_head.weight"}};
+    add_rows(m, -1, rows, DPL_COUNT(rows));
+    for (size_t layer = 0; layer < c->n_layers + c->n_mtp; layer++)
+        add_layer(m, layer);
 }
 
 void dpl_param_name(const dpl_model *model, const dpl_param *param, char *text, size_t size)
@@ -248,7 +146,7 @@ void dpl_param_name(const dpl_model *model, const dpl_param *param, char *text, 
 dpl_status dpl_params_build(dpl_model *m)
 {
     const dpl_model_config *c = &m->config;
-    const size_t layers = n_all_layers(c), moe_layers = c->n_experts ? layers : 0;
+    const size_t layers = c->n_layers + c->n_mtp, moe_layers = c->n_experts ? layers : 0;
     m->by_id = dpl_alloc_array((layers + 1) * DPL_P_N, sizeof *m->by_id);
     m->params.list = dpl_alloc_array((layers + 1) * DPL_P_N, sizeof *m->params.list);
     m->router_bias = dpl_alloc_array(moe_layers * c->n_experts, sizeof *m->router_bias);
@@ -257,7 +155,6 @@ dpl_status dpl_params_build(dpl_model *m)
     if (!m->by_id || !m->params.list || !m->router_bias || !m->counts || !m->disk)
         return dpl_fail(DPL_ENOMEM, "no memory for the tensor table of %zu layers", layers);
     build_table(m);
-    build_disk_names(m);
     m->params.master = dpl_alloc_array(m->params.elems, sizeof(float));
     if (!m->params.master)
         return dpl_fail(DPL_ENOMEM, "no memory for %.3f GB of fp32 weights",
@@ -353,8 +250,8 @@ void dpl_disk_scatter(const dpl_disk_tensor *t, float *flat, const float *values
 
 /* ---- initial values ---- */
 
-// An element's value is a function of the seed, its tensor's name on disk and its place there: it depends neither on
-// the number of threads nor on the order in memory.
+// An element's value is a function of the seed, its tensor's name on disk and its place there: it
+// depends neither on the number of threads nor on the order in memory.
 typedef struct init_task {
     dpl_model *model;
     const dpl_disk_tensor *tensor;
@@ -384,25 +281,15 @@ static void init_row(void *arg, size_t row, int i_thread)
         dst[i * step] = (float)(task->std * draw(task, row * k + i));
 }
 
-static void init_rule(const dpl_model_config *c, const dpl_param *p, dpl_init_rule rule, double std,
-                      init_task *task)
+static double fan_in(const dpl_model_config *c, const dpl_param *p, dpl_init_rule rule)
 {
-    const bool expert = p->id == DPL_P_EXPERT_GATE_UP || p->id == DPL_P_EXPERT_DOWN;
-    const bool attention = p->id == DPL_P_Q || p->id == DPL_P_Q_A || p->id == DPL_P_Q_B ||
-                           p->id == DPL_P_KV_A || p->id == DPL_P_KV_B || p->id == DPL_P_O;
-    if (rule == DPL_INIT_NORMAL) {
-        task->std = std;
-        task->truncated = false;
-        return;
-    }
-    double fan_in = p->fan_in;
-    if (rule == DPL_INIT_MAXTEXT && p->id == DPL_P_EMBED)
-        fan_in = 1; // even when it is the head too
-    // MaxText takes the experts' axis into the fan, and the wrong one of the two others.
-    if (rule == DPL_INIT_MAXTEXT && expert)
-        fan_in = (double)c->n_experts * (double)(p->id == DPL_P_EXPERT_GATE_UP ? c->moe_f : c->d);
-    task->std = 1 / sqrt(fan_in);
-    task->truncated = p->id != DPL_P_EMBED && !attention;
+    if (rule == DPL_INIT_FAN_IN) return p->fan_in;
+    // MaxText: 1 for the embedding even when it is the head too; the experts' axis goes into the
+    // fan, and the wrong one of the two others.
+    if (p->id == DPL_P_EMBED) return 1;
+    if (p->id == DPL_P_EXPERT_GATE_UP) return (double)c->n_experts * (double)c->moe_f;
+    if (p->id == DPL_P_EXPERT_DOWN) return (double)c->n_experts * (double)c->d;
+    return p->fan_in;
 }
 
 void dpl_model_init(dpl_model *m, dpl_init_rule rule, double std, uint64_t seed)
@@ -415,14 +302,15 @@ void dpl_model_init(dpl_model *m, dpl_init_rule rule, double std, uint64_t seed)
     for (size_t i = 0; i < m->n_disk; i++) {
         const dpl_disk_tensor *t = &m->disk[i];
         if (!t->param || t->copy_of_shared || t->param->fan_in == 0) continue;
-        init_task task = {.model = m,
-                          .tensor = t,
-                          .seed = seed,
-                          .stream = dpl_hash64(t->name, strlen(t->name), 0)};
-        init_rule(&m->config, t->param, rule, std, &task);
+        const dpl_param_id id = t->param->id;
+        const bool normal = rule == DPL_INIT_NORMAL, attention = id >= DPL_P_Q && id <= DPL_P_O;
+        init_task task = {.model = m, .tensor = t, .seed = seed,
+                          .stream = dpl_hash64(t->name, strlen(t->name), 0),
+                          .std = normal ? std : 1 / sqrt(fan_in(&m->config, t->param, rule)),
+                          .truncated = !normal && id != DPL_P_EMBED && !attention};
         dpl_pool_run(m->ctx->pool, slice_rows(t), init_row, &task);
     }
-    if (m->config.n_experts)
-        memset(m->router_bias, 0, n_all_layers(&m->config) * m->config.n_experts * sizeof(float));
+    for (size_t i = 0; i < m->n_disk; i++)
+        if (m->disk[i].bias) memset(m->disk[i].bias, 0, m->config.n_experts * sizeof(float));
     dpl_model_refresh(m);
 }
