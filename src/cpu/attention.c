@@ -48,10 +48,11 @@ typedef struct attn_work {
 // One head of one sequence.
 typedef struct attn_head {
     const attn_args *x;
+    bool backward;
     const dpl_gemm_kernels *g;
     const dpl_row_kernels *r;
     size_t n_seq, depth, d_nope, d_rope, d_v;
-    size_t nope_cols, ld_k, ld_v; // panel widths of key parts, keys and values, in columns
+    size_t nope_cols, ld_k, ld_v, ld_acc; // panel widths, in columns
     dpl_mat q, k, v, k_rope, out, dout, dq, dk, dv;
     const int32_t *segment;
     float *lse;
@@ -95,15 +96,16 @@ static attn_head open_head(const attn_args *x, size_t i_head, const dpl_part *pa
     const dpl_attention *a = &x->a;
     const size_t row0 = i_head / a->n_heads * a->n_seq, head = i_head % a->n_heads;
     const size_t depth = a->d_nope + a->d_rope, key = head * (a->d_nope + a->d_v);
-    attn_head h = {x, x->g, part->k, a->n_seq, depth, a->d_nope, a->d_rope, a->d_v,
+    attn_head h = {x, x->dq.p, x->g, part->k, a->n_seq, depth, a->d_nope, a->d_rope, a->d_v,
                    .nope_cols = panel_columns(a->d_nope), .ld_v = panel_columns(a->d_v)};
     h.ld_k = h.nope_cols + panel_columns(a->d_rope);
+    h.ld_acc = h.backward ? h.ld_k : h.ld_v;
     h.q = dpl_mat_at(a->q, row0, head * depth);
     h.k = dpl_mat_at(a->kv, row0, key);
     h.v = dpl_mat_at(h.k, 0, a->d_nope);
     h.k_rope = dpl_mat_at(a->k_rope, row0, 0);
     h.out = dpl_mat_at(x->out, row0, head * a->d_v);
-    if (x->dq.p) {
+    if (h.backward) {
         h.dout = dpl_mat_at(x->dout, row0, head * a->d_v);
         h.dq = dpl_mat_at(x->dq, row0, head * depth);
         h.dk = dpl_mat_at(x->dkv, row0, key);
@@ -111,7 +113,7 @@ static attn_head open_head(const attn_args *x, size_t i_head, const dpl_part *pa
     }
     h.segment = a->segment ? a->segment + row0 : NULL;
     h.lse = x->lse + i_head * a->n_seq;
-    lay_out(&h.w, a, h.g->mr, x->dq.p != NULL, x->work + (size_t)part->i_thread * x->work_size);
+    lay_out(&h.w, a, h.g->mr, h.backward, x->work + (size_t)part->i_thread * x->work_size);
     return h;
 }
 
@@ -174,21 +176,13 @@ static void pack_tiles(const attn_head *h, dpl_mat m, size_t n_columns, size_t f
 
 /* ---- masks ----------------------------------------------------------------------------------- */
 
-typedef struct span_of_segments {
-    int32_t low, high; // of those that are not padding; low > high: only padding
-    bool padding;
-} span_of_segments;
-
-static span_of_segments span_segments(const int32_t *segment, size_t n)
+static void find_range(const int32_t *segment, size_t n, int32_t *low, int32_t *high)
 {
-    span_of_segments s = {INT32_MAX, INT32_MIN, false};
-    for (size_t i = 0; i < n; i++) {
-        s.padding |= segment[i] == 0;
-        if (segment[i] == 0) continue;
-        s.low = DPL_MIN(s.low, segment[i]);
-        s.high = DPL_MAX(s.high, segment[i]);
+    *low = *high = segment[0];
+    for (size_t i = 1; i < n; i++) {
+        *low = DPL_MIN(*low, segment[i]);
+        *high = DPL_MAX(*high, segment[i]);
     }
-    return s;
 }
 
 // False: no query of q0..q1 shares a segment with a key of k0..k1. Else *mixed_out says whether a
@@ -196,12 +190,13 @@ static span_of_segments span_segments(const int32_t *segment, size_t n)
 static bool block_visible(const attn_head *h, size_t q0, size_t q1, size_t k0, size_t k1,
                           bool *mixed_out)
 {
+    int32_t q_low, q_high, k_low, k_high;
     *mixed_out = false;
     if (!h->segment) return true;
-    const span_of_segments q = span_segments(h->segment + q0, q1 - q0);
-    const span_of_segments k = span_segments(h->segment + k0, k1 - k0);
-    *mixed_out = q.padding || k.padding || q.low != q.high || k.low != k.high;
-    return q.low <= q.high && k.low <= k.high && q.low <= k.high && k.low <= q.high;
+    find_range(h->segment + q0, q1 - q0, &q_low, &q_high);
+    find_range(h->segment + k0, k1 - k0, &k_low, &k_high);
+    *mixed_out = q_low != q_high || k_low != k_high;
+    return q_low <= k_high && k_low <= q_high && (q_low != 0 || q_high != 0);
 }
 
 // Of keys k0..k0+n, `row` sees a prefix, whose length is returned (0 if it sees none). Hides those
@@ -250,7 +245,7 @@ static void multiply_panels(const attn_head *h, size_t m, size_t kc, const float
                  true);
 }
 
-/* ---- forward --------------------------------------------------------------------------------- */
+/* ---- scores of one tile ---------------------------------------------------------------------- */
 
 // Scores to probabilities relative to the running maximum, which may rise and rescale what was
 // summed so far.
@@ -273,48 +268,80 @@ static void soften_row(const attn_head *h, size_t i, size_t n, size_t n_keys, fl
     if (n < n_keys) memset(score + n, 0, (n_keys - n) * sizeof *score);
 }
 
-// A tile of m queries from row0 on, the rows from i0 on of its block, against n_keys keys from k0.
-static void forward_tile(const attn_head *h, size_t row0, size_t m, size_t i0, size_t k0,
-                         size_t n_keys, bool mixed)
+// score becomes p = exp(score - lse), dp becomes dscore = p * (dp - delta); 0 where nothing is
+// seen.
+static void backward_row(const attn_head *h, size_t i, size_t row, size_t n, size_t n_keys,
+                         float *score, float *dp)
 {
-    const attn_work *w = &h->w;
-    if (row0 + m <= k0) return;
-    const size_t n = DPL_MIN(n_keys, row0 + m - k0);
-    multiply_keys(h, m, h->depth, w->q + i0 * h->depth, w->kt, k0, n, w->score);
-    for (size_t i = 0; i < m; i++) {
-        float *score = w->score + i * KEY_BLOCK;
-        soften_row(h, i0 + i, mask_row(h, row0 + i, k0, n, mixed, score, NULL), n, score);
-    }
-    h->g->pack_rows(DPL_LOAD_F32, m, n, w->score, KEY_BLOCK, m, w->left);
-    multiply_panels(h, m, n, w->v, h->n_seq, k0, w->acc + i0 * h->ld_v, h->ld_v);
+    const float delta = h->w.max[i];
+    if (n > 0) h->r->exp_sub_sum(score, h->lse[row], score, dpl_round_up(n, HIDDEN));
+    for (size_t j = 0; j < n; j++)
+        dp[j] = score[j] * (dp[j] - delta);
+    if (n == n_keys) return;
+    memset(score + n, 0, (n_keys - n) * sizeof *score);
+    memset(dp + n, 0, (n_keys - n) * sizeof *dp);
 }
 
-static void backward_tile(const attn_head *h, size_t row0, size_t m, size_t i0, size_t k0,
-                          size_t n_keys, bool mixed);
-static void backward_keys(const attn_head *h, size_t q0, size_t n, size_t k0, size_t n_keys);
+// A tile of m queries from row0 on, the rows from i0 on of its block, against n_keys keys from k0.
+// Forward: acc += p v. Backward: leaves p and dscore, and acc += dscore k.
+static void attend_tile(const attn_head *h, size_t row0, size_t m, size_t i0, size_t k0,
+                        size_t n_keys, bool mixed)
+{
+    const attn_work *w = &h->w;
+    const size_t n = row0 + m <= k0 ? 0 : DPL_MIN(n_keys, row0 + m - k0);
+    float *score = h->backward ? w->score + i0 * KEY_BLOCK : w->score; // else it stays in L1
+    float *dp = h->backward ? w->dp + i0 * KEY_BLOCK : NULL;
+    multiply_keys(h, m, h->depth, w->q + i0 * h->depth, w->kt, k0, n, score);
+    if (dp) multiply_keys(h, m, h->d_v, w->dout + i0 * h->d_v, w->vt, k0, n, dp);
+    for (size_t i = 0; i < m; i++) {
+        float *s = score + i * KEY_BLOCK, *ds = dp ? dp + i * KEY_BLOCK : NULL;
+        const size_t seen = mask_row(h, row0 + i, k0, n, mixed, s, ds);
+        if (dp)
+            backward_row(h, i0 + i, row0 + i, seen, n_keys, s, ds);
+        else
+            soften_row(h, i0 + i, seen, n, s);
+    }
+    if (n == 0) return;
+    h->g->pack_rows(DPL_LOAD_F32, m, n, dp ? dp : score, KEY_BLOCK, m, w->left);
+    multiply_panels(h, m, n, dp ? w->k : w->v, h->n_seq, k0, w->acc + i0 * h->ld_acc, h->ld_acc);
+}
+
+// dk and dv of n_keys keys from k0 on += what the n queries from q0 on say.
+static void backward_keys(const attn_head *h, size_t q0, size_t n, size_t k0, size_t n_keys)
+{
+    const attn_work *w = &h->w;
+    const size_t n_tiles = dpl_div_up(n_keys, h->g->mr);
+    for (size_t t = 0; t < n_tiles; t++) {
+        const size_t j = t * n_keys / n_tiles, m = (t + 1) * n_keys / n_tiles - j, key = k0 + j;
+        const size_t first = key > q0 ? key - q0 : 0; // Earlier queries see none of these keys.
+        const size_t at = first * KEY_BLOCK + j, n_seen = n - first;
+        h->g->pack_cols(DPL_LOAD_F32, m, n_seen, w->score + at, KEY_BLOCK, m, w->left);
+        multiply_panels(h, m, n_seen, w->dout_cols, n, first, w->dv + key * h->ld_v, h->ld_v);
+        h->g->pack_cols(DPL_LOAD_F32, m, n_seen, w->dp + at, KEY_BLOCK, m, w->left);
+        multiply_panels(h, m, n_seen, w->q_cols, n, first, w->dk + key * h->ld_k, h->ld_k);
+    }
+}
 
 // Query tiles first..last against all keys that they see.
 static void attend(const attn_head *h, size_t first, size_t last)
 {
     const size_t q0 = tile_row(h, first), q1 = tile_row(h, last);
-    const bool backward = h->x->dq.p;
     pack_tiles(h, h->q, h->depth, first, last, h->w.q);
     h->r->scale(h->x->a.scale, h->w.q, (q1 - q0) * h->depth);
-    memset(h->w.acc, 0, (q1 - q0) * (backward ? h->ld_k : h->ld_v) * sizeof(float));
+    memset(h->w.acc, 0, (q1 - q0) * h->ld_acc * sizeof(float));
     for (size_t k0 = 0; k0 < q1; k0 += KEY_BLOCK) {
         const size_t n_keys = DPL_MIN(KEY_BLOCK, q1 - k0);
         bool mixed;
         if (!block_visible(h, q0, q1, k0, k0 + n_keys, &mixed)) continue;
         for (size_t tile = first; tile < last; tile++) {
             const size_t row0 = tile_row(h, tile), m = tile_row(h, tile + 1) - row0;
-            if (backward)
-                backward_tile(h, row0, m, row0 - q0, k0, n_keys, mixed);
-            else
-                forward_tile(h, row0, m, row0 - q0, k0, n_keys, mixed);
+            attend_tile(h, row0, m, row0 - q0, k0, n_keys, mixed);
         }
-        if (backward) backward_keys(h, q0, q1 - q0, k0, n_keys);
+        if (h->backward) backward_keys(h, q0, q1 - q0, k0, n_keys);
     }
 }
+
+/* ---- forward --------------------------------------------------------------------------------- */
 
 static void forward_block(const attn_head *h, size_t first, size_t last)
 {
@@ -377,55 +404,6 @@ void dpl_attention_forward(dpl_ctx *ctx, const dpl_attention *a, dpl_mat out, fl
 }
 
 /* ---- backward -------------------------------------------------------------------------------- */
-
-// score becomes p = exp(score - lse), dp becomes dscore = p * (dp - delta); 0 where nothing is
-// seen.
-static void backward_row(const attn_head *h, size_t i, size_t row, size_t n, size_t n_keys,
-                         float *score, float *dp)
-{
-    const float delta = h->w.max[i];
-    if (n > 0) h->r->exp_sub_sum(score, h->lse[row], score, dpl_round_up(n, HIDDEN));
-    for (size_t j = 0; j < n; j++)
-        dp[j] = score[j] * (dp[j] - delta);
-    if (n == n_keys) return;
-    memset(score + n, 0, (n_keys - n) * sizeof *score);
-    memset(dp + n, 0, (n_keys - n) * sizeof *dp);
-}
-
-// Probabilities and their gradients of a tile, as forward_tile takes it, and dq += dscore k.
-static void backward_tile(const attn_head *h, size_t row0, size_t m, size_t i0, size_t k0,
-                          size_t n_keys, bool mixed)
-{
-    const attn_work *w = &h->w;
-    const size_t n = row0 + m <= k0 ? 0 : DPL_MIN(n_keys, row0 + m - k0);
-    float *score = w->score + i0 * KEY_BLOCK, *dp = w->dp + i0 * KEY_BLOCK;
-    multiply_keys(h, m, h->depth, w->q + i0 * h->depth, w->kt, k0, n, score);
-    multiply_keys(h, m, h->d_v, w->dout + i0 * h->d_v, w->vt, k0, n, dp);
-    for (size_t i = 0; i < m; i++) {
-        float *s = score + i * KEY_BLOCK, *ds = dp + i * KEY_BLOCK;
-        const size_t seen = mask_row(h, row0 + i, k0, n, mixed, s, ds);
-        backward_row(h, i0 + i, row0 + i, seen, n_keys, s, ds);
-    }
-    if (n == 0) return;
-    h->g->pack_rows(DPL_LOAD_F32, m, n, dp, KEY_BLOCK, m, w->left);
-    multiply_panels(h, m, n, w->k, h->n_seq, k0, w->acc + i0 * h->ld_k, h->ld_k);
-}
-
-// dk and dv of n_keys keys from k0 on += what the n queries from q0 on say.
-static void backward_keys(const attn_head *h, size_t q0, size_t n, size_t k0, size_t n_keys)
-{
-    const attn_work *w = &h->w;
-    const size_t n_tiles = dpl_div_up(n_keys, h->g->mr);
-    for (size_t t = 0; t < n_tiles; t++) {
-        const size_t j = t * n_keys / n_tiles, m = (t + 1) * n_keys / n_tiles - j, key = k0 + j;
-        const size_t first = key > q0 ? key - q0 : 0; // Earlier queries see none of these keys.
-        const size_t at = first * KEY_BLOCK + j, n_seen = n - first;
-        h->g->pack_cols(DPL_LOAD_F32, m, n_seen, w->score + at, KEY_BLOCK, m, w->left);
-        multiply_panels(h, m, n_seen, w->dout_cols, n, first, w->dv + key * h->ld_v, h->ld_v);
-        h->g->pack_cols(DPL_LOAD_F32, m, n_seen, w->dp + at, KEY_BLOCK, m, w->left);
-        multiply_panels(h, m, n_seen, w->q_cols, n, first, w->dk + key * h->ld_k, h->ld_k);
-    }
-}
 
 // delta = the dot product of output and its gradient: what the softmax subtracts from dp.
 static float find_delta(const attn_head *h, size_t row)

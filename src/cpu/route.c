@@ -42,25 +42,19 @@ static float softmax_row(const dpl_row_kernels *k, const float *x, float *y, siz
     return max + logf(sum);
 }
 
-// Puts (value, id) into the n best so far, sorted; what came first stays first among equals.
-static void insert_best(float value, int32_t id, float *best, int32_t *best_id, size_t n,
-                        size_t n_max)
-{
-    size_t i = n < n_max ? n : n_max - 1;
-    for (; i > 0 && value > best[i - 1]; i--) {
-        best[i] = best[i - 1];
-        best_id[i] = best_id[i - 1];
-    }
-    best[i] = value;
-    best_id[i] = id;
-}
-
 // The `n_best` largest of x in falling order; of equals the lower index. Always distinct indexes.
 static void find_best(const float *x, size_t n, size_t n_best, float *best, int32_t *best_id)
 {
-    for (size_t i = 0; i < n; i++)
-        if (i < n_best || x[i] > best[n_best - 1])
-            insert_best(x[i], (int32_t)i, best, best_id, DPL_MIN(i, n_best), n_best);
+    for (size_t i = 0; i < n; i++) {
+        if (i >= n_best && !(x[i] > best[n_best - 1])) continue;
+        size_t at = DPL_MIN(i, n_best - 1); // What came first stays first among equals.
+        for (; at > 0 && x[i] > best[at - 1]; at--) {
+            best[at] = best[at - 1];
+            best_id[at] = best_id[at - 1];
+        }
+        best[at] = x[i];
+        best_id[at] = (int32_t)i;
+    }
 }
 
 // Sets the choice of experts outside the best groups to -inf. `score` holds 2 * n_groups floats and
@@ -98,6 +92,8 @@ typedef struct route_args {
     int32_t *ids;
     int32_t *part_bad; // (parts): the lowest bad row of each, or -1
     int32_t *bad_row;
+    const float *dweights; // backward
+    float *dlogits;
 } route_args;
 
 // False: a logit or bias is not finite, and nothing but the score was written.
@@ -160,26 +156,21 @@ void dpl_route_forward(dpl_ctx *ctx, const dpl_route_rule *rule, const float *lo
     const size_t mark = dpl_ctx_mark(ctx);
     int32_t *part_bad = dpl_ctx_alloc(ctx, dpl_div_up(n_rows, ROUTE_ROWS) * sizeof(int32_t));
     const route_args a = {{route_rows, n_rows, ROUTE_ROWS}, *rule, logits, bias, segment, score,
-                          weights, ids, part_bad, bad_row};
+                          weights, ids, part_bad, bad_row, NULL, NULL};
     DPL_SUBMIT(ctx, run_route_forward, a, {score, n_rows * rule->n_experts * sizeof *score},
                {ids, n_rows * rule->top_k * sizeof *ids},
                {weights, n_rows * rule->top_k * sizeof *weights}, {bad_row, sizeof *bad_row});
     dpl_ctx_release(ctx, mark);
 }
 
-typedef struct route_grad_args {
-    dpl_loop loop;
-    dpl_route_rule rule;
-    const float *dweights, *score;
-    const int32_t *ids;
-    float *dlogits;
-} route_grad_args;
-
 // dlogits of one routed row. Each weight is scale * s_k / sum (or scale * s_k), so with c = the
 // weighted mean of dweights, ds_k = scale * (dw_k - c) / sum. Duplicate ids add up.
-static void route_grad_row(const dpl_route_rule *rule, const float *dweights, const int32_t *ids,
-                           const float *score, float *dlogits)
+static void route_grad_row(const route_args *a, size_t row, float *dlogits)
 {
+    const dpl_route_rule *rule = &a->rule;
+    const float *dweights = a->dweights + row * rule->top_k;
+    const float *score = a->score + row * rule->n_experts;
+    const int32_t *ids = a->ids + row * rule->top_k;
     float sum = 1, mean = 0;
     if (rule->norm_topk) {
         sum = NORM_EPS;
@@ -203,21 +194,20 @@ static void route_grad_row(const dpl_route_rule *rule, const float *dweights, co
 
 static void route_grad_rows(const void *args, const dpl_part *part)
 {
-    const route_grad_args *a = args;
-    const size_t n_k = a->rule.top_k, n = a->rule.n_experts;
+    const route_args *a = args;
     for (size_t row = part->first; row < part->end; row++) {
-        memset(a->dlogits + row * n, 0, n * sizeof(float));
-        if (routed(a->ids, row, n_k))
-            route_grad_row(&a->rule, a->dweights + row * n_k, a->ids + row * n_k,
-                           a->score + row * n, a->dlogits + row * n);
+        float *dlogits = a->dlogits + row * a->rule.n_experts;
+        memset(dlogits, 0, a->rule.n_experts * sizeof *dlogits);
+        if (routed(a->ids, row, a->rule.top_k)) route_grad_row(a, row, dlogits);
     }
 }
 
 void dpl_route_backward(dpl_ctx *ctx, const dpl_route_rule *rule, const float *dweights,
                         const int32_t *ids, const float *score, size_t n_rows, float *dlogits)
 {
-    const route_grad_args a = {{route_grad_rows, n_rows, ROUTE_ROWS}, *rule, dweights, score, ids,
-                               dlogits};
+    const route_args a = {.loop = {route_grad_rows, n_rows, ROUTE_ROWS}, .rule = *rule,
+                          .score = (float *)(uintptr_t)score, .ids = (int32_t *)(uintptr_t)ids,
+                          .dweights = dweights, .dlogits = dlogits};
     DPL_SUBMIT(ctx, dpl_run_loop, a, {dlogits, n_rows * rule->n_experts * sizeof *dlogits});
 }
 

@@ -16,37 +16,38 @@ static dpl_span span_unless(bool is_read, dpl_mat m, size_t n_rows, size_t d)
     return is_read ? (dpl_span){m.p, 0} : dpl_row_span(m, n_rows, d);
 }
 
-/* ---- RMSNorm ------------------------------------------------------------------------------------ */
-
-typedef struct norm_args {
+typedef struct row_args {
     dpl_loop loop;
     size_t d;
-    dpl_mat x, y, dy, dx;
-    const float *gain, *rstd;
-    float *rstd_out, *dgain;
-    float *partial; // (chunks, d) sums of dgain
+    dpl_mat a, b, out; // a: x or gate_up; b: its second term or the gradient of what came of it
+    const float *weight; // norm: gain (d); SwiGLU: of each row
+    const float *rstd;
+    float *row_out; // norm: rstd; SwiGLU: gradient of weight
+    float *dgain, *partial; // partial: (parts, d) sums of dgain
     float eps;
     bool accumulate;
-} norm_args;
+} row_args;
+
+/* ---- RMSNorm ------------------------------------------------------------------------------------ */
 
 static void norm_forward(const void *args, const dpl_part *part)
 {
-    const norm_args *a = args;
+    const row_args *a = args;
     const dpl_row_kernels *k = part->k;
     float buf[DPL_ROW_BLOCK];
     for (size_t row = part->first; row < part->end; row++) {
         double squares = 0;
         DPL_EACH_BLOCK(col, n, a->d) {
-            const float *x = dpl_row_load(k, dpl_mat_at(a->x, row, col), 0, n, buf);
+            const float *x = dpl_row_load(k, dpl_mat_at(a->a, row, col), 0, n, buf);
             squares += (double)k->dot(x, x, n);
         }
         const float rstd = (float)(1.0 / sqrt(squares / (double)a->d + (double)a->eps));
-        a->rstd_out[row] = rstd;
+        a->row_out[row] = rstd;
         DPL_EACH_BLOCK(col, n, a->d) {
-            const dpl_mat to = dpl_mat_at(a->y, row, col);
-            const float *x = dpl_row_load(k, dpl_mat_at(a->x, row, col), 0, n, buf);
+            const dpl_mat to = dpl_mat_at(a->out, row, col);
+            const float *x = dpl_row_load(k, dpl_mat_at(a->a, row, col), 0, n, buf);
             float *y = dpl_row_target(to, 0, buf);
-            k->norm_forward(x, a->gain + col, rstd, y, n);
+            k->norm_forward(x, a->weight + col, rstd, y, n);
             dpl_row_store(k, to, 0, y, n);
         }
     }
@@ -55,36 +56,36 @@ static void norm_forward(const void *args, const dpl_part *part)
 void dpl_rmsnorm_forward(dpl_ctx *ctx, dpl_mat x, const float *gain, size_t n_rows, size_t d,
                          float eps, dpl_mat y, float *rstd)
 {
-    const norm_args args = {{norm_forward, n_rows, dpl_row_grain(d * 4)}, d, .x = x, .y = y,
-                            .gain = gain, .rstd_out = rstd, .eps = eps};
+    const row_args args = {{norm_forward, n_rows, dpl_row_grain(d * 4)}, d, x, .out = y,
+                           .weight = gain, .row_out = rstd, .eps = eps};
     DPL_SUBMIT(ctx, dpl_run_loop, args, span_unless(y.p == x.p, y, n_rows, d),
                {rstd, n_rows * sizeof *rstd});
 }
 
-static void norm_backward_row(const norm_args *a, const dpl_row_kernels *k, size_t row, float *dgain)
+static void norm_backward_row(const row_args *a, const dpl_row_kernels *k, size_t row, float *dgain)
 {
     float buf[DPL_ROW_BLOCK], dy_buf[DPL_ROW_BLOCK];
     double dot = 0;
     DPL_EACH_BLOCK(col, n, a->d) {
-        const float *x = dpl_row_load(k, dpl_mat_at(a->x, row, col), 0, n, buf);
-        const float *dy = dpl_row_load(k, dpl_mat_at(a->dy, row, col), 0, n, dy_buf);
-        dot += (double)k->norm_dot(dy, a->gain + col, x, n);
+        const float *x = dpl_row_load(k, dpl_mat_at(a->a, row, col), 0, n, buf);
+        const float *dy = dpl_row_load(k, dpl_mat_at(a->b, row, col), 0, n, dy_buf);
+        dot += (double)k->norm_dot(dy, a->weight + col, x, n);
     }
     const double rstd = (double)a->rstd[row];
     const float c = (float)(rstd * rstd * rstd * dot / (double)a->d);
     DPL_EACH_BLOCK(col, n, a->d) {
-        const dpl_mat to = dpl_mat_at(a->dx, row, col);
-        const float *x = dpl_row_load(k, dpl_mat_at(a->x, row, col), 0, n, buf);
-        const float *dy = dpl_row_load(k, dpl_mat_at(a->dy, row, col), 0, n, dy_buf);
+        const dpl_mat to = dpl_mat_at(a->out, row, col);
+        const float *x = dpl_row_load(k, dpl_mat_at(a->a, row, col), 0, n, buf);
+        const float *dy = dpl_row_load(k, dpl_mat_at(a->b, row, col), 0, n, dy_buf);
         float *dx = dpl_row_target(to, 0, buf);
-        k->norm_backward(dy, a->gain + col, x, a->rstd[row], c, a->accumulate, dx, dgain + col, n);
+        k->norm_backward(dy, a->weight + col, x, a->rstd[row], c, a->accumulate, dx, dgain + col, n);
         dpl_row_store(k, to, 0, dx, n);
     }
 }
 
 static void norm_backward(const void *args, const dpl_part *part)
 {
-    const norm_args *a = args;
+    const row_args *a = args;
     float *dgain = a->partial + part->i * a->d;
     memset(dgain, 0, a->d * sizeof *dgain);
     for (size_t row = part->first; row < part->end; row++)
@@ -93,7 +94,7 @@ static void norm_backward(const void *args, const dpl_part *part)
 
 static void add_partials(const void *args, const dpl_part *part)
 {
-    const norm_args *a = args;
+    const row_args *a = args;
     float *dgain = a->dgain + part->first;
     for (size_t chunk = 0; chunk < dpl_div_up(a->loop.n_rows, a->loop.grain); chunk++)
         part->k->add(dgain, a->partial + chunk * a->d + part->first, dgain,
@@ -102,7 +103,7 @@ static void add_partials(const void *args, const dpl_part *part)
 
 static void run_norm_backward(dpl_ctx *ctx, const void *args)
 {
-    const norm_args *a = args;
+    const row_args *a = args;
     dpl_run_loop(ctx, args);
     dpl_ctx_loop(ctx, (dpl_loop){add_partials, a->d, 256}, args);
 }
@@ -113,9 +114,9 @@ void dpl_rmsnorm_backward(dpl_ctx *ctx, dpl_mat dy, dpl_mat x, const float *gain
     const size_t mark = dpl_ctx_mark(ctx);
     // At most 64 chunks, so that the partial sums of dgain stay small beside the rows.
     const size_t grain = DPL_MAX(4, dpl_div_up(n_rows, 64)), n_chunks = dpl_div_up(n_rows, grain);
-    const norm_args args = {{norm_backward, n_rows, grain}, d, .x = x, .dy = dy, .dx = dx,
-                            .gain = gain, .rstd = rstd, .dgain = dgain, .accumulate = accumulate,
-                            .partial = dpl_ctx_alloc(ctx, n_chunks * d * sizeof(float))};
+    const row_args args = {{norm_backward, n_rows, grain}, d, x, dy, dx, gain, rstd, NULL,
+                           dgain, .accumulate = accumulate,
+                           .partial = dpl_ctx_alloc(ctx, n_chunks * d * sizeof(float))};
     DPL_SUBMIT(ctx, run_norm_backward, args,
                span_unless(accumulate || dx.p == dy.p || dx.p == x.p, dx, n_rows, d));
     dpl_ctx_release(ctx, mark); // A deferred context keeps the block until the operator has run.
@@ -161,24 +162,16 @@ void dpl_rope_apply(dpl_ctx *ctx, const dpl_rope *rope, size_t n_rows, bool inve
 
 /* ---- SwiGLU ------------------------------------------------------------------------------------- */
 
-typedef struct swiglu_args {
-    dpl_loop loop;
-    size_t f;
-    dpl_mat gate_up, h, dh, dgate_up;
-    const float *row_weight;
-    float *drow_weight;
-} swiglu_args;
-
 static void swiglu_forward(const void *args, const dpl_part *part)
 {
-    const swiglu_args *a = args;
+    const row_args *a = args;
     float buf[2 * DPL_ROW_BLOCK], h_buf[DPL_ROW_BLOCK];
     for (size_t row = part->first; row < part->end; row++)
-        DPL_EACH_BLOCK(col, n, a->f) {
-            const dpl_mat from = dpl_mat_at(a->gate_up, row, 2 * col), to = dpl_mat_at(a->h, row, col);
+        DPL_EACH_BLOCK(col, n, a->d) {
+            const dpl_mat from = dpl_mat_at(a->a, row, 2 * col), to = dpl_mat_at(a->out, row, col);
             const float *gate_up = dpl_row_load(part->k, from, 0, dpl_gate_up_width(n), buf);
             float *h = dpl_row_target(to, 0, h_buf);
-            part->k->swiglu_forward(gate_up, a->row_weight ? a->row_weight[row] : 1.0f, h, n);
+            part->k->swiglu_forward(gate_up, a->weight ? a->weight[row] : 1.0f, h, n);
             dpl_row_store(part->k, to, 0, h, n);
         }
 }
@@ -186,39 +179,38 @@ static void swiglu_forward(const void *args, const dpl_part *part)
 void dpl_swiglu_forward(dpl_ctx *ctx, dpl_mat gate_up, const float *row_weight, size_t n_rows,
                         size_t f, dpl_mat h)
 {
-    const swiglu_args args = {{swiglu_forward, n_rows, dpl_row_grain(f * 8)}, f,
-                              .gate_up = gate_up, .row_weight = row_weight, .h = h};
+    const row_args args = {{swiglu_forward, n_rows, dpl_row_grain(f * 8)}, f, gate_up, .out = h,
+                           .weight = row_weight};
     DPL_SUBMIT(ctx, dpl_run_loop, args, dpl_row_span(h, n_rows, f));
 }
 
 static void swiglu_backward(const void *args, const dpl_part *part)
 {
-    const swiglu_args *a = args;
+    const row_args *a = args;
     const dpl_row_kernels *k = part->k;
     float buf[2 * DPL_ROW_BLOCK], dh_buf[DPL_ROW_BLOCK];
     for (size_t row = part->first; row < part->end; row++) {
-        const float w = a->row_weight ? a->row_weight[row] : 1.0f;
+        const float w = a->weight ? a->weight[row] : 1.0f;
         double dw = 0;
-        DPL_EACH_BLOCK(col, n, a->f) {
+        DPL_EACH_BLOCK(col, n, a->d) {
             const size_t width = dpl_gate_up_width(n);
-            const dpl_mat from = dpl_mat_at(a->gate_up, row, 2 * col);
-            const dpl_mat to = dpl_mat_at(a->dgate_up, row, 2 * col);
+            const dpl_mat from = dpl_mat_at(a->a, row, 2 * col);
+            const dpl_mat to = dpl_mat_at(a->out, row, 2 * col);
             const float *gate_up = dpl_row_load(k, from, 0, width, buf);
-            const float *dh = dpl_row_load(k, dpl_mat_at(a->dh, row, col), 0, n, dh_buf);
+            const float *dh = dpl_row_load(k, dpl_mat_at(a->b, row, col), 0, n, dh_buf);
             float *dgate_up = dpl_row_target(to, 0, buf);
             dw += (double)k->swiglu_backward(dh, gate_up, w, dgate_up, n);
             dpl_row_store(k, to, 0, dgate_up, width);
         }
-        if (a->drow_weight) a->drow_weight[row] = (float)dw;
+        if (a->row_out) a->row_out[row] = (float)dw;
     }
 }
 
 void dpl_swiglu_backward(dpl_ctx *ctx, dpl_mat dh, dpl_mat gate_up, const float *row_weight,
                          size_t n_rows, size_t f, dpl_mat dgate_up, float *drow_weight)
 {
-    const swiglu_args args = {{swiglu_backward, n_rows, dpl_row_grain(f * 8)}, f, .dh = dh,
-                              .gate_up = gate_up, .row_weight = row_weight,
-                              .dgate_up = dgate_up, .drow_weight = drow_weight};
+    const row_args args = {{swiglu_backward, n_rows, dpl_row_grain(f * 8)}, f, gate_up, dh,
+                           dgate_up, row_weight, .row_out = drow_weight};
     DPL_SUBMIT(ctx, dpl_run_loop, args,
                span_unless(dgate_up.p == gate_up.p, dgate_up, n_rows, dpl_gate_up_width(f)),
                {drow_weight, drow_weight ? n_rows * sizeof *drow_weight : 0});
@@ -226,15 +218,9 @@ void dpl_swiglu_backward(dpl_ctx *ctx, dpl_mat dh, dpl_mat gate_up, const float 
 
 /* ---- add, zero ---------------------------------------------------------------------------------- */
 
-typedef struct add_args {
-    dpl_loop loop;
-    size_t d;
-    dpl_mat a, b, out;
-} add_args;
-
 static void add_rows(const void *args, const dpl_part *part)
 {
-    const add_args *x = args;
+    const row_args *x = args;
     float a_buf[DPL_ROW_BLOCK], b_buf[DPL_ROW_BLOCK];
     for (size_t row = part->first; row < part->end; row++)
         DPL_EACH_BLOCK(col, n, x->d) {
@@ -249,7 +235,7 @@ static void add_rows(const void *args, const dpl_part *part)
 
 void dpl_add(dpl_ctx *ctx, dpl_mat a, dpl_mat b, size_t n_rows, size_t d, dpl_mat out)
 {
-    const add_args args = {{add_rows, n_rows, dpl_row_grain(d * 8)}, d, a, b, out};
+    const row_args args = {{add_rows, n_rows, dpl_row_grain(d * 8)}, d, a, b, .out = out};
     DPL_SUBMIT(ctx, dpl_run_loop, args, span_unless(out.p == a.p || out.p == b.p, out, n_rows, d));
 }
 
