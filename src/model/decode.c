@@ -1,5 +1,6 @@
-// decode.c - generation, one token (or a prompt) at a time. The cache holds each position's compressed latent and
-// rotated key, not keys and values per head; the up-projections are absorbed into query and output.
+// decode.c - generation, one token (or a prompt) at a time. The cache holds each position's compressed
+// latent and rotated key, not keys and values per head; the up-projections are absorbed into query
+// and output.
 #include <math.h>
 #include <stdlib.h>
 
@@ -15,7 +16,7 @@ struct dpl_decoder {
     float *logits;        // (V)
 };
 
-// The up-projection in row-major order, as it is multiplied in compute: rounded if the compute copy is.
+// The up-projection in row-major order, as it is multiplied in compute: rounded if the copy is.
 static void unpack_kv_b(dpl_model *m, int layer, float *rows)
 {
     const dpl_param *param = dpl_model_param(m, layer, DPL_P_KV_B);
@@ -31,13 +32,11 @@ dpl_status dpl_decoder_open(dpl_model *m, size_t max_tokens, dpl_decoder **decod
 {
     const dpl_model_config *c = &m->config;
     if (max_tokens == 0 || max_tokens > c->max_positions)
-        return dpl_fail(DPL_EINVAL,
-                        "a context of %zu tokens, expected 1 to max_position_embeddings = %zu",
-                        max_tokens, c->max_positions);
+        return dpl_fail(DPL_EINVAL, "a context of %zu tokens, expected 1 to "
+                        "max_position_embeddings = %zu", max_tokens, c->max_positions);
     DPL_TRY(dpl_model_rope_tables(m, max_tokens));
     const size_t latent = max_tokens * c->kv_lora, rope = max_tokens * c->d_rope;
-    const size_t kv_b = c->n_heads * (c->d_nope + c->d_v) * c->kv_lora,
-                 per_layer = latent + rope + kv_b;
+    const size_t per_layer = latent + rope + c->n_heads * (c->d_nope + c->d_v) * c->kv_lora;
     dpl_decoder *d = dpl_alloc(sizeof *d);
     if (d) {
         d->cache = dpl_alloc_array(c->n_layers, sizeof *d->cache);
@@ -53,7 +52,7 @@ dpl_status dpl_decoder_open(dpl_model *m, size_t max_tokens, dpl_decoder **decod
     dpl_ctx_wait(m->ctx);
     for (size_t i = 0; i < c->n_layers; i++) {
         float *block = d->memory + i * per_layer;
-        d->cache[i] = (dpl_mla_cache){block, block + latent, block + latent + rope};
+        d->cache[i] = (dpl_mla_cache){block, block + latent, block + latent + rope, 0};
         unpack_kv_b(m, (int)i, d->cache[i].kv_b);
     }
     *decoder_out = d;
@@ -73,24 +72,15 @@ void dpl_decoder_close(dpl_decoder **decoder)
 static dpl_status feed_block(dpl_decoder *d, const int32_t *ids, size_t n)
 {
     dpl_model *m = d->model;
-    const size_t D = m->config.d, L = m->config.n_layers;
     int32_t *position = dpl_ctx_alloc(m->ctx, n * sizeof *position);
     for (size_t i = 0; i < n; i++)
         position[i] = (int32_t)(d->n_tokens + i);
+    for (size_t i = 0; i < m->config.n_layers; i++)
+        d->cache[i].first = d->n_tokens;
     const dpl_stream s = {1, n, n, NULL, position};
-    dpl_mat x = dpl_act_alloc(m, n, D, true), y = dpl_act_alloc(m, n, D, true);
-    dpl_embed_forward(m->ctx, dpl_model_values(m, dpl_model_param(m, -1, DPL_P_EMBED)),
-                      m->config.tied, ids, n, m->config.vocab, D, x);
-    for (size_t i = 0; i < L; i++) {
-        dpl_block_saved saved = {.act[DPL_ACT_INPUT] = x};
-        const size_t mark = dpl_ctx_mark(m->ctx);
-        dpl_mla_decode(m, (int)i, &s, &d->cache[i], d->n_tokens, &saved);
-        DPL_TRY(dpl_block_mlp(m, (int)i, &s, NULL, y, &saved));
-        dpl_ctx_release(m->ctx, mark);
-        const dpl_mat swap = x;
-        x = y;
-        y = swap;
-    }
+    size_t n_layers;
+    dpl_mat x;
+    DPL_TRY(dpl_layers_evaluate(m, &s, ids, d->cache, NULL, &n_layers, &x));
     dpl_model_head(m, dpl_mat_at(x, n - 1, 0), 1, d->logits);
     return DPL_OK;
 }
@@ -149,8 +139,8 @@ int32_t dpl_sample(const float *logits, size_t vocab, double temperature, double
     if (!list) return best;
     double total = 0;
     for (size_t i = 0; i < vocab; i++) {
-        list[i] = (candidate){exp(((double)logits[i] - (double)logits[best]) / temperature),
-                              (int32_t)i};
+        const double below = (double)logits[i] - (double)logits[best];
+        list[i] = (candidate){exp(below / temperature), (int32_t)i};
         total += list[i].p;
     }
     qsort(list, vocab, sizeof *list, larger_first);

@@ -1,7 +1,9 @@
-// model.c - the stack of layers: forward, loss, multi-token prediction, backward; one micro-batch at a time.
+// model.c - the stack of layers: forward, loss, multi-token prediction, backward of a micro-batch.
 //
-// The head and its loss go over the tokens in blocks, forward and backward at once, so that the (B*S, V) logits
-// never exist in memory. Everything a step needs comes from the context's arena and is released at its end.
+// The head and its loss go over the tokens in blocks, forward and backward at once, so that the
+// (B*S, V) logits never exist in memory. Everything a step needs comes from the context's arena and
+// is released at its end.
+#include <limits.h>
 #include <math.h>
 #include <stdio.h>
 
@@ -41,7 +43,6 @@ void dpl_model_destroy(dpl_model **model)
     *model = NULL;
 }
 
-// Tables of cos and sin for positions below n.
 dpl_status dpl_model_rope_tables(dpl_model *m, size_t n)
 {
     const size_t half = m->config.d_rope / 2;
@@ -113,33 +114,34 @@ void dpl_probe_routing(dpl_model *m, int layer, const dpl_moe_saved *saved)
 
 /* ---- the batch ---- */
 
+static dpl_status fail_at(const dpl_batch *b, size_t i, const char *what, int32_t value,
+                          const char *expected, size_t high, const char *why)
+{
+    return dpl_fail(DPL_EINVAL, "%s %zu of row %zu is %d, expected %s%zu%s", what, i % b->n_seq,
+                    i / b->n_seq, (int)value, expected, high, why);
+}
+
 static dpl_status check_batch(const dpl_model *m, const dpl_batch *b, size_t *n_positions_out)
 {
-    const size_t T = b->n_batch * b->n_seq;
-    size_t last = b->n_seq ? b->n_seq - 1 : 0;
+    const size_t V = m->config.vocab, limit = m->config.max_positions;
     if (!b->ids || b->n_batch == 0 || b->n_seq == 0)
         return dpl_fail(DPL_EINVAL, "a batch of %zu x %zu tokens, expected at least 1 x 1",
                         b->n_batch, b->n_seq);
-    for (size_t i = 0; i < T; i++) {
-        if (b->ids[i] < 0 || (size_t)b->ids[i] >= m->config.vocab)
-            return dpl_fail(DPL_EINVAL,
-                            "token %zu of row %zu is %d, expected 0 to %zu (vocab_size - 1)",
-                            i % b->n_seq, i / b->n_seq, (int)b->ids[i], m->config.vocab - 1);
-        if (b->targets && b->targets[i] >= 0 && (size_t)b->targets[i] >= m->config.vocab)
-            return dpl_fail(DPL_EINVAL,
-                            "target %zu of row %zu is %d, expected at most %zu (vocab_size - 1)",
-                            i % b->n_seq, i / b->n_seq, (int)b->targets[i], m->config.vocab - 1);
-        if (b->position &&
-            (b->position[i] < 0 || (size_t)b->position[i] >= m->config.max_positions))
-            return dpl_fail(DPL_EINVAL, "position %zu of row %zu is %d, expected 0 to %zu",
-                            i % b->n_seq, i / b->n_seq, (int)b->position[i],
-                            m->config.max_positions - 1);
-        if (b->position) last = DPL_MAX(last, (size_t)b->position[i]);
+    size_t last = b->n_seq - 1;
+    for (size_t i = 0; i < b->n_batch * b->n_seq; i++) {
+        const int32_t id = b->ids[i], target = b->targets ? b->targets[i] : -1;
+        const int32_t position = b->position ? b->position[i] : 0;
+        if (id < 0 || (size_t)id >= V)
+            return fail_at(b, i, "token", id, "0 to ", V - 1, " (vocab_size - 1)");
+        if (target >= 0 && (size_t)target >= V)
+            return fail_at(b, i, "target", target, "at most ", V - 1, " (vocab_size - 1)");
+        if (position < 0 || (size_t)position >= limit)
+            return fail_at(b, i, "position", position, "0 to ", limit - 1, "");
+        last = DPL_MAX(last, (size_t)position);
     }
-    if (last >= m->config.max_positions)
-        return dpl_fail(DPL_EINVAL,
-                        "a sequence of %zu tokens, expected at most max_position_embeddings = %zu",
-                        b->n_seq, m->config.max_positions);
+    if (last >= limit)
+        return dpl_fail(DPL_EINVAL, "a sequence of %zu tokens, expected at most "
+                        "max_position_embeddings = %zu", b->n_seq, limit);
     *n_positions_out = last + 1;
     return DPL_OK;
 }
@@ -156,8 +158,8 @@ static dpl_stream stream_of(dpl_model *m, const dpl_batch *b)
     return s;
 }
 
-// Depth k of multi-token prediction sees the embedding of the token k further and predicts the one after it. Where
-// that token is in another document the position is padding.
+// Depth k of multi-token prediction sees the embedding of the token k further and predicts the one
+// after it. Where that token is in another document the position is padding.
 static dpl_batch shift_batch(dpl_model *m, const dpl_batch *b, const dpl_stream *s, size_t depth)
 {
     const size_t n_seq = b->n_seq - depth, n = b->n_batch * n_seq;
@@ -213,32 +215,6 @@ static void embed_backward(dpl_model *m, dpl_mat dx, const int32_t *ids, size_t 
     dpl_ctx_phase(m->ctx, DPL_PHASE_OTHER);
 }
 
-typedef struct normed {
-    dpl_mat x, y;
-    float *rstd;
-    const dpl_param *gain;
-} normed;
-
-static normed norm_forward(dpl_model *m, int layer, dpl_param_id id, dpl_mat x, size_t n_rows,
-                           dpl_mat y)
-{
-    const normed n = {x, y, dpl_ctx_alloc(m->ctx, n_rows * sizeof(float)),
-                      dpl_model_param(m, layer, id)};
-    dpl_ctx_phase(m->ctx, DPL_PHASE_NORM);
-    dpl_rmsnorm_forward(m->ctx, x, dpl_model_values(m, n.gain), n_rows, m->config.d,
-                        (float)m->config.eps, y, n.rstd);
-    dpl_ctx_phase(m->ctx, DPL_PHASE_OTHER);
-    return n;
-}
-
-static void norm_backward(dpl_model *m, const normed *n, dpl_mat dy, size_t n_rows, dpl_mat dx)
-{
-    dpl_ctx_phase(m->ctx, DPL_PHASE_NORM);
-    dpl_rmsnorm_backward(m->ctx, dy, n->x, dpl_model_values(m, n->gain), n->rstd, n_rows,
-                         m->config.d, dx, false, dpl_model_grad(m, n->gain));
-    dpl_ctx_phase(m->ctx, DPL_PHASE_OTHER);
-}
-
 static const dpl_param *head_param(const dpl_model *m)
 {
     return dpl_model_param(m, -1, m->config.tied ? DPL_P_EMBED : DPL_P_HEAD);
@@ -250,8 +226,9 @@ static void head_logits(dpl_model *m, dpl_mat h, size_t n_rows, float *logits)
     dpl_gemm_forward(m->ctx, h, &w, dpl_one_group(n_rows), dpl_mat_f32(logits, m->config.vocab));
 }
 
-// Cross-entropy of all rows. sums (2, device): xent, z. dh (rows, D) F32 is written if dh.p is not NULL, and the
-// head's gradient accumulated; with dscale 0 nothing flows back. token_loss (rows) if not NULL.
+// Cross-entropy of all rows. sums (2, device): xent, z. dh (rows, D) F32 is written if dh.p is not
+// NULL, and the head's gradient accumulated; with dscale 0 nothing flows back. token_loss (rows) if
+// not NULL.
 static void head_loss(dpl_model *m, dpl_mat h, const int32_t *targets, size_t n_rows,
                       float z_weight, float dscale, double *sums, dpl_mat dh, float *token_loss)
 {
@@ -287,8 +264,8 @@ typedef struct mtp_pass {
     dpl_batch batch;
     dpl_stream stream;
     dpl_aux aux;
-    dpl_mat embedded, previous, joined, y, dh; // dh: gradient of norm.y
-    normed enorm, hnorm, norm;
+    dpl_mat embedded, previous, joined, y, normed, dh; // dh: gradient of normed
+    float *rstd_e, *rstd_h, *rstd;
     dpl_block_saved block;
     double *sums; // device
 } mtp_pass;
@@ -302,14 +279,14 @@ typedef struct pass {
     dpl_mat *x;    // (L + 1): residual stream before layer 0, ..., after the last
     size_t n_done; // of them are there
     dpl_block_saved *blocks;
-    normed final;
-    dpl_mat dfinal;
+    dpl_mat final, dfinal;
+    float *rstd;
     double *sums; // device
     mtp_pass *mtp;
     size_t n_mtp;
 } pass;
 
-// The first tensor of layers first .. last, or outside of layers (with_rest), that holds a value that is not finite.
+// The first tensor of layers first .. last, or outside of layers (with_rest), that is not finite.
 static const char *bad_tensor(dpl_model *m, int first, int last, bool with_rest)
 {
     for (size_t i = 0; i < m->n_disk; i++) {
@@ -329,27 +306,23 @@ static const char *bad_tensor(dpl_model *m, int first, int last, bool with_rest)
     return NULL;
 }
 
-// Says where a pass stopped being finite. squares (n): sums over the residual stream before layer 0, 1, ... as far as
-// the pass came. The layer that went wrong is the one whose output is the first bad one; a router that met it later
-// is not to blame. Where all are good the error text that is there stands, unless a tensor explains it.
+// Says where a pass stopped being finite. squares (n): sums over the residual stream before layer 0,
+// 1, ... as far as the pass came. The layer that went wrong is the one whose output is the first bad
+// one; a router that met it later is not to blame. Where all are good the error text that is there
+// stands, unless a tensor explains it.
 static dpl_status explain_not_finite(dpl_model *m, const double *squares, size_t n)
 {
-    const int n_all = (int)(m->config.n_layers + m->config.n_mtp);
     size_t i = 0;
     while (i < n && isfinite(squares[i]))
         i++;
-    const int layer = (int)i -
-                      1; // of the first bad output; if there is none, the last that is good
-    const char *tensor = i == n  ? bad_tensor(m, layer, n_all, true)
-                         : i > 0 ? bad_tensor(m, layer, layer, false)
-                                 : bad_tensor(m, 0, -1, true);
-    const char *const and_tensor = tensor ? ", nor is " : "";
+    const int layer = (int)i - 1; // of the first bad output; if there is none, of the last one
+    const char *tensor = bad_tensor(m, layer, i == n ? INT_MAX : layer, i == n || i == 0);
     if (i == n) return tensor ? dpl_fail(DPL_ENUMERIC, "%s is not finite", tensor) : DPL_ENUMERIC;
+    const char *const nor = tensor ? ", nor is " : "";
+    if (!tensor) tensor = "";
     if (i == 0)
-        return dpl_fail(DPL_ENUMERIC, "the embedding's output is not finite%s%s", and_tensor,
-                        tensor ? tensor : "");
-    return dpl_fail(DPL_ENUMERIC, "the output of layer %d is not finite%s%s", layer, and_tensor,
-                    tensor ? tensor : "");
+        return dpl_fail(DPL_ENUMERIC, "the embedding's output is not finite%s%s", nor, tensor);
+    return dpl_fail(DPL_ENUMERIC, "the output of layer %d is not finite%s%s", layer, nor, tensor);
 }
 
 static dpl_status explain_pass(const pass *p)
@@ -382,14 +355,15 @@ static dpl_status layers_forward(pass *p, dpl_loss_sums *sums)
     dpl_probe_mat(m, "hidden.embed", -1, &p->stream, p->x[0], D);
     for (size_t i = 0; i < L; i++) {
         p->x[i + 1] = dpl_act_alloc(m, T, D, true);
-        DPL_TRY(
-            dpl_block_forward(m, (int)i, &p->stream, &p->aux, p->x[i], p->x[i + 1], &p->blocks[i]));
+        DPL_TRY(dpl_block_forward(m, (int)i, &p->stream, &p->aux, NULL, p->x[i], p->x[i + 1],
+                                  &p->blocks[i]));
         p->n_done = i + 2;
         if (dpl_model_layer_is_moe(&m->config, i)) count_experts(p, i, &p->blocks[i].moe, sums);
         dpl_probe_mat(m, "hidden", (int)i, &p->stream, p->x[i + 1], D);
     }
-    p->final = norm_forward(m, -1, DPL_P_FINAL_NORM, p->x[L], T, dpl_act_alloc(m, T, D, false));
-    dpl_probe_mat(m, "hidden.final", -1, &p->stream, p->final.y, D);
+    p->final = dpl_act_alloc(m, T, D, false);
+    p->rstd = dpl_norm_forward(m, -1, DPL_P_FINAL_NORM, p->x[L], T, p->final);
+    dpl_probe_mat(m, "hidden.final", -1, &p->stream, p->final, D);
     return DPL_OK;
 }
 
@@ -407,13 +381,12 @@ static void probe_loss(dpl_model *m, const char *logits_name, const char *loss_n
     dpl_ctx_release(m->ctx, mark);
 }
 
-// Rows 0 .. n_seq-1 of each sequence of `from` (from_seq rows a sequence).
-static void copy_heads(dpl_model *m, dpl_mat from, size_t from_seq, size_t n_batch, size_t n_seq,
-                       dpl_mat to)
+// What depth continues from, and its gradient: the output after the final norm, deeper the normed
+// output of the depth before. Its sequences are one longer.
+static dpl_mat mtp_source(const pass *p, size_t depth, bool gradient)
 {
-    for (size_t b = 0; b < n_batch; b++)
-        dpl_copy(m->ctx, dpl_mat_at(from, b * from_seq, 0), n_seq, m->config.d,
-                 dpl_mat_at(to, b * n_seq, 0));
+    if (depth == 1) return gradient ? p->dfinal : p->final;
+    return gradient ? p->mtp[depth - 2].dh : p->mtp[depth - 2].normed;
 }
 
 static dpl_status mtp_forward(pass *p, size_t depth, dpl_loss_sums *sums)
@@ -426,36 +399,32 @@ static dpl_status mtp_forward(pass *p, size_t depth, dpl_loss_sums *sums)
     t->stream = stream_of(m, &t->batch);
     t->aux = p->aux;
     t->aux.n_seq = t->stream.n_seq;
-    const size_t T = t->stream.n_tokens;
+    const size_t T = t->stream.n_tokens, S = t->batch.n_seq;
     t->embedded = embed(m, t->batch.ids, T);
-    // Depth 1 continues from the output after the final norm, deeper ones from the normed output of the one before.
     t->previous = dpl_act_alloc(m, T, D, false);
-    copy_heads(m, depth == 1 ? p->final.y : p->mtp[depth - 2].norm.y, t->batch.n_seq + 1,
-               t->batch.n_batch, t->batch.n_seq, t->previous);
+    for (size_t b = 0; b < t->batch.n_batch; b++)
+        dpl_copy(m->ctx, dpl_mat_at(mtp_source(p, depth, false), b * (S + 1), 0), S, D,
+                 dpl_mat_at(t->previous, b * S, 0));
     t->joined = dpl_act_alloc(m, T, 2 * D, false);
-    t->enorm = norm_forward(m, layer, DPL_P_MTP_ENORM, t->embedded, T, t->joined);
-    t->hnorm = norm_forward(m, layer, DPL_P_MTP_HNORM, t->previous, T, dpl_mat_at(t->joined, 0, D));
-    const dpl_mat x = dpl_act_alloc(m, T, D, true);
-    const dpl_weight proj = dpl_model_weight(m, dpl_model_param(m, layer, DPL_P_MTP_PROJ));
-    dpl_ctx_phase(m->ctx, DPL_PHASE_GEMM);
-    dpl_gemm_forward(m->ctx, t->joined, &proj, dpl_one_group(T), x);
-    dpl_ctx_phase(m->ctx, DPL_PHASE_OTHER);
+    const dpl_mat x = dpl_act_alloc(m, T, D, true), right = dpl_mat_at(t->joined, 0, D);
+    t->rstd_e = dpl_norm_forward(m, layer, DPL_P_MTP_ENORM, t->embedded, T, t->joined);
+    t->rstd_h = dpl_norm_forward(m, layer, DPL_P_MTP_HNORM, t->previous, T, right);
+    dpl_linear_forward(m, layer, DPL_P_MTP_PROJ, t->joined, T, x);
     t->y = dpl_act_alloc(m, T, D, true);
-    DPL_TRY(dpl_block_forward(m, layer, &t->stream, &t->aux, x, t->y, &t->block));
+    DPL_TRY(dpl_block_forward(m, layer, &t->stream, &t->aux, NULL, x, t->y, &t->block));
     count_experts(p, (size_t)layer, &t->block.moe, sums);
     dpl_probe_mat(m, "hidden", layer, &t->stream, t->y, D);
-    t->norm = norm_forward(m, layer, DPL_P_MTP_NORM, t->y, T, dpl_act_alloc(m, T, D, false));
-    char hidden_name[32] = "mtp.hidden", logits_name[32] = "mtp.logits";
-    if (depth > 1) {
-        snprintf(hidden_name, sizeof hidden_name, "mtp%zu.hidden", depth);
-        snprintf(logits_name, sizeof logits_name, "mtp%zu.logits", depth);
-    }
-    dpl_probe_mat(m, hidden_name, -1, &t->stream, t->norm.y, D);
-
+    t->normed = dpl_act_alloc(m, T, D, false);
+    t->rstd = dpl_norm_forward(m, layer, DPL_P_MTP_NORM, t->y, T, t->normed);
     t->dh = dpl_act_alloc(m, T, D, true);
     t->sums = dpl_ctx_alloc(m->ctx, 2 * sizeof(double));
-    head_loss(m, t->norm.y, t->batch.targets, T, 0, (float)p->mtp_scale, t->sums, t->dh, NULL);
-    probe_loss(m, logits_name, NULL, &t->stream, t->norm.y, NULL);
+    head_loss(m, t->normed, t->batch.targets, T, 0, (float)p->mtp_scale, t->sums, t->dh, NULL);
+    char number[24] = "", hidden_name[48], logits_name[48];
+    if (depth > 1) snprintf(number, sizeof number, "%zu", depth);
+    snprintf(hidden_name, sizeof hidden_name, "mtp%s.hidden", number);
+    snprintf(logits_name, sizeof logits_name, "mtp%s.logits", number);
+    dpl_probe_mat(m, hidden_name, -1, &t->stream, t->normed, D);
+    probe_loss(m, logits_name, NULL, &t->stream, t->normed, NULL);
     return DPL_OK;
 }
 
@@ -465,25 +434,19 @@ static dpl_status mtp_backward(pass *p, size_t depth)
     const int layer = (int)(m->config.n_layers + depth - 1);
     const size_t D = m->config.d, mark = dpl_ctx_mark(m->ctx);
     mtp_pass *t = &p->mtp[depth - 1];
-    const size_t T = t->stream.n_tokens;
-    const dpl_mat dy = dpl_act_alloc(m, T, D, true);
-    norm_backward(m, &t->norm, t->dh, T, dy);
+    const size_t T = t->stream.n_tokens, S = t->batch.n_seq;
+    const dpl_mat dy = dpl_act_alloc(m, T, D, true), d = dpl_act_alloc(m, T, D, true),
+                  djoined = dpl_act_alloc(m, T, 2 * D, true), right = dpl_mat_at(djoined, 0, D);
+    dpl_norm_backward(m, layer, DPL_P_MTP_NORM, t->dh, t->y, t->rstd, T, dy, false);
     dpl_probe_mat(m, "dhidden", layer, &t->stream, dy, D);
     DPL_TRY(dpl_block_backward(m, layer, &t->stream, &t->aux, &t->block, dy));
-    const dpl_param *param = dpl_model_param(m, layer, DPL_P_MTP_PROJ);
-    const dpl_weight proj = dpl_model_weight(m, param);
-    const dpl_mat djoined = dpl_act_alloc(m, T, 2 * D, true), d = dpl_act_alloc(m, T, D, true);
-    dpl_ctx_phase(m->ctx, DPL_PHASE_GEMM);
-    dpl_gemm_dgrad(m->ctx, dy, &proj, dpl_one_group(T), djoined, false);
-    dpl_gemm_wgrad(m->ctx, dy, t->joined, dpl_one_group(T), param->n, param->k, proj.dtype,
-                   dpl_model_grad(m, param));
-    norm_backward(m, &t->enorm, djoined, T, d);
+    dpl_linear_backward(m, layer, DPL_P_MTP_PROJ, dy, t->joined, T, djoined, false);
+    dpl_norm_backward(m, layer, DPL_P_MTP_ENORM, djoined, t->embedded, t->rstd_e, T, d, false);
     embed_backward(m, d, t->batch.ids, T);
-    norm_backward(m, &t->hnorm, dpl_mat_at(djoined, 0, D), T, d);
-    const dpl_mat to = depth == 1 ? p->dfinal : p->mtp[depth - 2].dh;
+    dpl_norm_backward(m, layer, DPL_P_MTP_HNORM, right, t->previous, t->rstd_h, T, d, false);
     for (size_t b = 0; b < t->batch.n_batch; b++) {
-        const dpl_mat rows = dpl_mat_at(to, b * (t->batch.n_seq + 1), 0);
-        dpl_add(m->ctx, rows, dpl_mat_at(d, b * t->batch.n_seq, 0), t->batch.n_seq, D, rows);
+        const dpl_mat rows = dpl_mat_at(mtp_source(p, depth, true), b * (S + 1), 0);
+        dpl_add(m->ctx, rows, dpl_mat_at(d, b * S, 0), S, D, rows);
     }
     dpl_ctx_release(m->ctx, mark);
     return DPL_OK;
@@ -496,7 +459,7 @@ static dpl_status backward(pass *p)
     for (size_t depth = p->n_mtp; depth > 0; depth--)
         DPL_TRY(mtp_backward(p, depth));
     const dpl_mat dx = dpl_act_alloc(m, T, D, true);
-    norm_backward(m, &p->final, p->dfinal, T, dx);
+    dpl_norm_backward(m, -1, DPL_P_FINAL_NORM, p->dfinal, p->x[L], p->rstd, T, dx, false);
     for (size_t i = L; i-- > 0;) {
         dpl_probe_mat(m, "dhidden", (int)i, &p->stream, dx, D);
         DPL_TRY(dpl_block_backward(m, (int)i, &p->stream, &p->aux, &p->blocks[i], dx));
@@ -534,9 +497,9 @@ static dpl_status run_pass(pass *p, const dpl_loss_rule *rule, double xent_scale
     DPL_TRY(layers_forward(p, sums));
     p->dfinal = dpl_act_alloc(m, T, D, true);
     float *token_loss = dpl_ctx_alloc(m->ctx, T * sizeof(float));
-    head_loss(m, p->final.y, p->batch->targets, T, (float)rule->z_weight, (float)xent_scale,
+    head_loss(m, p->final, p->batch->targets, T, (float)rule->z_weight, (float)xent_scale,
               p->sums, p->dfinal, token_loss);
-    probe_loss(m, "logits", "token_loss", &p->stream, p->final.y, token_loss);
+    probe_loss(m, "logits", "token_loss", &p->stream, p->final, token_loss);
     for (size_t depth = 1; depth <= p->n_mtp; depth++)
         DPL_TRY(mtp_forward(p, depth, sums));
     DPL_TRY(read_sums(p, sums));
@@ -548,15 +511,11 @@ static dpl_aux aux_of(const dpl_model *m, const dpl_loss_rule *rule, double dsca
 {
     const dpl_model_config *c = &m->config;
     const double n_moe = c->n_experts ? (double)(c->n_layers - c->n_dense + c->n_mtp) : 1;
-    const double balance = rule->balance == DPL_BALANCE_MEGATRON
-                               ? 1
-                               : n_moe; // Megatron's is a sum over layers
-    return (dpl_aux){.kind = rule->balance,
-                     .balance_weight = (float)(rule->balance_weight / balance),
-                     .z_weight = (float)(rule->router_z_weight / n_moe),
-                     .dscale = (float)dscale,
-                     .n_batch = s->n_batch,
-                     .n_seq = s->n_seq};
+    // Megatron's balance loss is a sum over layers, the others are means.
+    const double balance = rule->balance == DPL_BALANCE_MEGATRON ? 1 : n_moe;
+    return (dpl_aux){.kind = rule->balance, .dscale = (float)dscale, .n_batch = s->n_batch,
+                     .n_seq = s->n_seq, .balance_weight = (float)(rule->balance_weight / balance),
+                     .z_weight = (float)(rule->router_z_weight / n_moe)};
 }
 
 dpl_status dpl_model_train_micro(dpl_model *m, const dpl_batch *batch, const dpl_loss_rule *rule,
@@ -583,26 +542,27 @@ dpl_status dpl_model_train_micro(dpl_model *m, const dpl_batch *batch, const dpl
 void dpl_model_head(dpl_model *m, dpl_mat x, size_t n_rows, float *logits)
 {
     const dpl_mat y = dpl_act_alloc(m, n_rows, m->config.d, false);
-    norm_forward(m, -1, DPL_P_FINAL_NORM, x, n_rows, y);
+    dpl_norm_forward(m, -1, DPL_P_FINAL_NORM, x, n_rows, y);
     head_logits(m, y, n_rows, logits);
 }
 
 /* ---- evaluation ---- */
 
-// squares (L + 2, device): see explain_not_finite(); *n_out of them are written, the last one for the logits.
-static dpl_status layers_evaluate(dpl_model *m, const dpl_stream *s, const int32_t *ids,
-                                  double *squares, size_t *n_out, dpl_mat *x_out)
+dpl_status dpl_layers_evaluate(dpl_model *m, const dpl_stream *s, const int32_t *ids,
+                               const dpl_mla_cache *caches, double *squares, size_t *n_out,
+                               dpl_mat *x_out)
 {
     const size_t n = s->n_tokens * m->config.d;
     dpl_mat x = embed(m, ids, s->n_tokens), y = dpl_act_alloc(m, s->n_tokens, m->config.d, true);
-    dpl_sum_squares(m->ctx, x.p, n, &squares[0]);
+    if (squares) dpl_sum_squares(m->ctx, x.p, n, &squares[0]);
     *n_out = 1;
     for (size_t i = 0; i < m->config.n_layers; i++) {
         dpl_block_saved saved;
         const size_t mark = dpl_ctx_mark(m->ctx);
-        DPL_TRY(dpl_block_forward(m, (int)i, s, NULL, x, y, &saved));
+        const dpl_mla_cache *cache = caches ? &caches[i] : NULL;
+        DPL_TRY(dpl_block_forward(m, (int)i, s, NULL, cache, x, y, &saved));
         dpl_ctx_release(m->ctx, mark);
-        dpl_sum_squares(m->ctx, y.p, n, &squares[i + 1]);
+        if (squares) dpl_sum_squares(m->ctx, y.p, n, &squares[i + 1]);
         *n_out = i + 2;
         const dpl_mat swap = x;
         x = y;
@@ -621,20 +581,21 @@ static dpl_status evaluate(dpl_model *m, const dpl_batch *batch, const dpl_loss_
     double *host = dpl_ctx_alloc(m->ctx, (L + 4) * sizeof *host);
     size_t n;
     dpl_mat x;
-    const dpl_status status = layers_evaluate(m, &s, batch->ids, device, &n, &x);
+    const dpl_status status = dpl_layers_evaluate(m, &s, batch->ids, NULL, device, &n, &x);
     if (status == DPL_ENUMERIC) {
         dpl_ctx_read(m->ctx, host, device, n * sizeof *host);
         return explain_not_finite(m, host, n);
     }
     if (status != DPL_OK) return status;
     dpl_zero(m->ctx, device + n, 3 * sizeof *device);
-    const normed final = norm_forward(m, -1, DPL_P_FINAL_NORM, x, T, dpl_act_alloc(m, T, D, false));
+    const dpl_mat final = dpl_act_alloc(m, T, D, false);
+    dpl_norm_forward(m, -1, DPL_P_FINAL_NORM, x, T, final);
     if (logits_out) {
-        head_logits(m, final.y, T, logits_out);
+        head_logits(m, final, T, logits_out);
         dpl_sum_squares(m->ctx, logits_out, T * m->config.vocab, device + n);
     }
     if (batch->targets)
-        head_loss(m, final.y, batch->targets, T, (float)rule->z_weight, 0, device + n + 1,
+        head_loss(m, final, batch->targets, T, (float)rule->z_weight, 0, device + n + 1,
                   (dpl_mat){0}, NULL);
     dpl_ctx_read(m->ctx, host, device, (n + 3) * sizeof *host);
     sums->xent = host[n + 1];

@@ -1,7 +1,8 @@
-// weights.c - model directories: config.json and safetensors, read strictly and written as transformers reads them.
+// weights.c - model directories: config.json and safetensors, written as transformers reads them.
 //
-// Strict means: every tensor of the model is found exactly once with the right shape, and a tensor that the model does
-// not know is an error, so that nothing is dropped silently or left at its initial value.
+// Reading is strict: every tensor of the model is found exactly once with the right shape, and a
+// tensor that the model does not know is an error, so that nothing is dropped silently or left at
+// its initial value.
 #include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -13,8 +14,7 @@ dpl_status dpl_model_read_config(const char *dir, dpl_model_config *config_out,
                                  dpl_dtype *dtype_out)
 {
     char path[PATH_MAX];
-    if (snprintf(path, sizeof path, "%s/config.json", dir) >= (int)sizeof path)
-        return dpl_fail(DPL_EINVAL, "the path %.64s... is too long", dir);
+    DPL_TRY(dpl_path_join(dir, "config.json", path));
     json_t *object;
     DPL_TRY(dpl_json_read(path, &object));
     const dpl_status status = dpl_model_config_from_json(object, config_out);
@@ -46,14 +46,13 @@ static size_t largest_elems(const dpl_model *m)
 static dpl_status check_shape(const dpl_disk_tensor *want, const dpl_st_tensor *got,
                               const char *file)
 {
-    const int64_t rows = got->rank > 0 ? got->shape[0] : 1,
-                  cols = got->rank > 1 ? got->shape[1] : 1;
+    const int64_t rows = got->rank > 0 ? got->shape[0] : 1;
+    const int64_t cols = got->rank > 1 ? got->shape[1] : 1;
     if (got->rank == want->rank && rows == want->shape[0] && cols == want->shape[1]) return DPL_OK;
-    return dpl_fail(
-        DPL_EFORMAT,
-        "%s: \"%s\" has rank %d and shape (%lld, %lld), expected rank %d and (%lld, %lld)", file,
-        got->name, got->rank, (long long)rows, (long long)cols, want->rank,
-        (long long)want->shape[0], (long long)want->shape[1]);
+    return dpl_fail(DPL_EFORMAT, "%s: \"%s\" has rank %d and shape (%lld, %lld), expected rank %d "
+                    "and (%lld, %lld)", file, got->name, got->rank, (long long)rows,
+                    (long long)cols, want->rank, (long long)want->shape[0],
+                    (long long)want->shape[1]);
 }
 
 // values and other: as large as the tensor. A copy must equal what it repeats.
@@ -71,9 +70,8 @@ static dpl_status read_tensor(dpl_model *m, const dpl_disk_tensor *want, const d
     }
     dpl_disk_gather(want, m->params.master, other);
     if (memcmp(values, other, n * sizeof(float)) == 0) return DPL_OK;
-    return dpl_fail(DPL_EFORMAT,
-                    "%s: \"%s\" differs from the embedding or head that it must repeat", file,
-                    got->name);
+    return dpl_fail(DPL_EFORMAT, "%s: \"%s\" differs from the embedding or head that it must repeat",
+                    file, got->name);
 }
 
 static int compare_names(const void *a, const void *b)
@@ -82,15 +80,14 @@ static int compare_names(const void *a, const void *b)
                   ((const dpl_disk_tensor *const *)b)[0]->name);
 }
 
-// Tensors that public files carry and that are not the model's: layers after the last one, and rotary tables.
+// Tensors that public files carry beside the model's: of layers after its last one, rotary tables.
 static bool is_known_extra(const dpl_model *m, const char *name)
 {
     static const char layers[] = "model.layers.", rotary[] = "rotary_emb.inv_freq";
-    const size_t n = strlen(name), n_rotary = sizeof rotary - 1;
-    if (strncmp(name, layers, sizeof layers - 1) == 0 && name[sizeof layers - 1] >= '0' &&
-        name[sizeof layers - 1] <= '9') {
+    const size_t n = strlen(name), n_layers = sizeof layers - 1, n_rotary = sizeof rotary - 1;
+    if (strncmp(name, layers, n_layers) == 0 && name[n_layers] >= '0' && name[n_layers] <= '9') {
         char *end;
-        const unsigned long long layer = strtoull(name + sizeof layers - 1, &end, 10);
+        const unsigned long long layer = strtoull(name + n_layers, &end, 10);
         if (*end == '.' && layer >= m->config.n_layers + m->config.n_mtp) return true;
     }
     return n >= n_rotary && strcmp(name + n - n_rotary, rotary) == 0;
@@ -133,8 +130,8 @@ static void list_unknown(const dpl_model *m, const dpl_shards *shards,
     if (n_ignored) dpl_log("%zu tensors beyond this model's layers were left unread", n_ignored);
 }
 
-// The names in the files are those of the model. Both kinds of deviation stand in one message: a renamed tensor is one
-// of each.
+// The names in the files are those of the model. Both kinds of deviation stand in one message: a
+// renamed tensor is one of each.
 static dpl_status check_names(const dpl_model *m, const dpl_shards *shards, const char *dir)
 {
     const dpl_disk_tensor **sorted = dpl_alloc_array(m->n_disk, sizeof(dpl_disk_tensor *));
@@ -149,12 +146,12 @@ static dpl_status check_names(const dpl_model *m, const dpl_shards *shards, cons
     list_unknown(m, shards, sorted, &unknown);
     dpl_free(sorted);
     if (missing.n == 0 && unknown.n == 0) return DPL_OK;
-    if (unknown.n == 0)
-        return dpl_fail(DPL_EFORMAT, "%s: %zu tensors are missing: %s", dir, missing.n,
-                        missing.text);
     if (missing.n == 0)
         return dpl_fail(DPL_EFORMAT, "%s: %zu tensors are not this model's: %s", dir, unknown.n,
                         unknown.text);
+    if (unknown.n == 0)
+        return dpl_fail(DPL_EFORMAT, "%s: %zu tensors are missing: %s", dir, missing.n,
+                        missing.text);
     return dpl_fail(DPL_EFORMAT, "%s: %zu tensors are missing: %s; %zu are not this model's: %s",
                     dir, missing.n, missing.text, unknown.n, unknown.text);
 }
@@ -171,29 +168,31 @@ static dpl_status check_tied_head(dpl_model *m, const dpl_shards *shards, float 
     return read_tensor(m, &want, head, file, values, other);
 }
 
+// Copies come last: what they repeat must be there.
+static dpl_status read_all(dpl_model *m, const dpl_shards *shards, float *values, float *other)
+{
+    for (int copies = 0; copies < 2; copies++)
+        for (size_t i = 0; i < m->n_disk; i++) {
+            const char *file;
+            const dpl_st_tensor *got = dpl_shards_find(shards, m->disk[i].name, &file);
+            if (got && m->disk[i].copy_of_shared == (copies == 1))
+                DPL_TRY(read_tensor(m, &m->disk[i], got, file, values, other));
+        }
+    return check_tied_head(m, shards, values, other);
+}
+
 dpl_status dpl_model_load(dpl_model *m, const char *dir)
 {
     dpl_shards *shards;
     DPL_TRY(dpl_shards_open(dir, &shards));
     const size_t n = largest_elems(m);
-    float *values = dpl_alloc_array(n, sizeof(float)), *other = dpl_alloc_array(n, sizeof(float));
-    dpl_status status = values && other
-                            ? DPL_OK
-                            : dpl_fail(DPL_ENOMEM, "no memory to read tensors of %zu elements", n);
-    if (status == DPL_OK) status = check_names(m, shards, dir);
-    for (int copies = 0; copies < 2 && status == DPL_OK;
-         copies++) { // copies last: their originals must be there
-        for (size_t i = 0; i < m->n_disk && status == DPL_OK; i++) {
-            const char *file;
-            const dpl_st_tensor *got = dpl_shards_find(shards, m->disk[i].name, &file);
-            if (got && m->disk[i].copy_of_shared == (copies == 1))
-                status = read_tensor(m, &m->disk[i], got, file, values, other);
-        }
-    }
-    if (status == DPL_OK) status = check_tied_head(m, shards, values, other);
+    float *values = dpl_alloc_array(2 * n, sizeof(float));
+    dpl_status status = check_names(m, shards, dir);
+    if (status == DPL_OK && !values)
+        status = dpl_fail(DPL_ENOMEM, "no memory to read tensors of %zu elements", n);
+    if (status == DPL_OK) status = read_all(m, shards, values, values + n);
     if (status == DPL_OK) dpl_model_refresh(m);
     dpl_free(values);
-    dpl_free(other);
     dpl_shards_close(&shards);
     return status;
 }
@@ -224,9 +223,7 @@ static dpl_status fill_model(void *p, size_t i, dpl_st_writer *writer)
 static void describe(const dpl_disk_tensor *t, const char *name, dpl_st_dtype dtype,
                      dpl_st_tensor *out)
 {
-    *out = (dpl_st_tensor){.name = name,
-                           .dtype = dtype,
-                           .rank = t->rank,
+    *out = (dpl_st_tensor){.name = name, .dtype = dtype, .rank = t->rank,
                            .shape = {t->shape[0], t->shape[1]},
                            .bytes = disk_elems(t) * dpl_st_dtype_bytes(dtype)};
 }
@@ -234,8 +231,7 @@ static void describe(const dpl_disk_tensor *t, const char *name, dpl_st_dtype dt
 static dpl_status write_config(const dpl_model *m, const char *dir, dpl_dtype dtype)
 {
     char path[PATH_MAX];
-    if (snprintf(path, sizeof path, "%s/config.json", dir) >= (int)sizeof path)
-        return dpl_fail(DPL_EINVAL, "the path %.64s... is too long", dir);
+    DPL_TRY(dpl_path_join(dir, "config.json", path));
     json_t *object = dpl_model_config_to_json(&m->config, dtype);
     if (!object) return dpl_fail(DPL_ENOMEM, "no memory for %s", path);
     const dpl_status status = dpl_json_write(path, object);
@@ -269,82 +265,76 @@ dpl_status dpl_model_save(dpl_model *m, const char *dir, dpl_dtype dtype, size_t
 
 /* ---- flat arrays (moments) ---- */
 
-typedef dpl_status (*flat_fn)(void *arg, const char *name, const dpl_disk_tensor *tensor,
-                              float *flat, float *values);
+typedef struct flat_name {
+    char text[192];
+} flat_name;
 
-// Calls fn for each tensor that the optimizer knows, under "prefix" + its disk name.
-static dpl_status each_flat(dpl_model *m, const char *const *prefixes, float *const *flats,
-                            size_t n_flats, flat_fn fn, void *arg)
+// The tensors of all flat arrays in order: element i is disk tensor i % n_disk of flat i / n_disk, or
+// NULL where the optimizer does not know it. Its name is a prefix and its name on disk.
+static const dpl_disk_tensor *flat_at(const dpl_model *m, const char *const *prefixes, size_t i,
+                                      flat_name *name_out)
 {
-    float *values = dpl_alloc_array(largest_elems(m), sizeof(float));
-    if (!values)
-        return dpl_fail(DPL_ENOMEM, "no memory for a tensor of %zu elements", largest_elems(m));
+    const dpl_disk_tensor *t = &m->disk[i % m->n_disk];
+    if (!t->param || t->copy_of_shared) return NULL;
+    snprintf(name_out->text, sizeof name_out->text, "%s%s", prefixes[i / m->n_disk], t->name);
+    return t;
+}
+
+static dpl_status write_flat(dpl_model *m, const char *path, const char *const *prefixes,
+                             float *const *flats, size_t n, flat_name *names,
+                             dpl_st_tensor *tensors, float *values)
+{
+    dpl_st_writer *writer;
+    const dpl_disk_tensor *t;
+    size_t n_tensors = 0;
+    for (size_t i = 0; i < n; i++)
+        if ((t = flat_at(m, prefixes, i, &names[i])))
+            describe(t, names[i].text, DPL_ST_F32, &tensors[n_tensors++]);
+    DPL_TRY(dpl_st_create(path, tensors, n_tensors, NULL, &writer));
     dpl_status status = DPL_OK;
-    for (size_t f = 0; f < n_flats; f++) {
-        for (size_t i = 0; i < m->n_disk && status == DPL_OK; i++) {
-            const dpl_disk_tensor *t = &m->disk[i];
-            char name[192];
-            if (!t->param || t->copy_of_shared) continue;
-            snprintf(name, sizeof name, "%s%s", prefixes[f], t->name);
-            status = fn(arg, name, t, flats[f], values);
-        }
+    for (size_t i = 0; i < n && status == DPL_OK; i++) {
+        if (!(t = flat_at(m, prefixes, i, &names[i]))) continue;
+        dpl_disk_gather(t, flats[i / m->n_disk], values);
+        status = dpl_st_append(writer, values, disk_elems(t) * sizeof(float));
     }
-    dpl_free(values);
+    if (status == DPL_OK) status = dpl_st_finish(&writer);
+    dpl_st_abandon(&writer);
     return status;
-}
-
-typedef struct flat_list {
-    dpl_st_tensor *tensors;
-    size_t n;
-} flat_list;
-
-static dpl_status list_flat(void *arg, const char *name, const dpl_disk_tensor *t, float *flat,
-                            float *values)
-{
-    (void)flat, (void)values;
-    flat_list *list = arg;
-    char *copy = dpl_strdup(name);
-    if (!copy) return dpl_fail(DPL_ENOMEM, "no memory for the name %s", name);
-    describe(t, copy, DPL_ST_F32, &list->tensors[list->n++]);
-    return DPL_OK;
-}
-
-static dpl_status append_flat(void *arg, const char *name, const dpl_disk_tensor *t, float *flat,
-                              float *values)
-{
-    (void)name;
-    dpl_disk_gather(t, flat, values);
-    return dpl_st_append(arg, values, disk_elems(t) * sizeof(float));
 }
 
 dpl_status dpl_model_save_flat(dpl_model *m, const char *path, const char *const *prefixes,
                                float *const *flats, size_t n_flats)
 {
-    flat_list list = {dpl_alloc_array(m->n_disk * n_flats, sizeof(dpl_st_tensor)), 0};
-    if (!list.tensors)
-        return dpl_fail(DPL_ENOMEM, "no memory to list %zu tensors", m->n_disk * n_flats);
-    dpl_st_writer *writer = NULL;
+    const size_t n = m->n_disk * n_flats;
+    dpl_st_tensor *tensors = dpl_alloc_array(n, sizeof *tensors);
+    flat_name *names = dpl_alloc_array(n, sizeof *names);
+    float *values = dpl_alloc_array(largest_elems(m), sizeof(float));
     dpl_ctx_wait(m->ctx);
-    dpl_status status = each_flat(m, prefixes, flats, n_flats, list_flat, &list);
-    if (status == DPL_OK) status = dpl_st_create(path, list.tensors, list.n, NULL, &writer);
-    if (status == DPL_OK) status = each_flat(m, prefixes, flats, n_flats, append_flat, writer);
-    if (status == DPL_OK) status = dpl_st_finish(&writer);
-    dpl_st_abandon(&writer);
-    for (size_t i = 0; i < list.n; i++)
-        dpl_free((char *)(uintptr_t)list.tensors[i].name);
-    dpl_free(list.tensors);
+    const dpl_status status =
+        tensors && names && values
+            ? write_flat(m, path, prefixes, flats, n, names, tensors, values)
+            : dpl_fail(DPL_ENOMEM, "no memory to write %zu tensors", n);
+    dpl_free(tensors);
+    dpl_free(names);
+    dpl_free(values);
     return status;
 }
 
-static dpl_status scatter_flat(void *arg, const char *name, const dpl_disk_tensor *t, float *flat,
-                               float *values)
+static dpl_status read_flat(dpl_model *m, const dpl_st_file *file, const char *const *prefixes,
+                            float *const *flats, size_t n, float *values)
 {
-    const dpl_st_file *file = arg;
-    const dpl_st_tensor *got = dpl_st_find(file, name);
-    if (!got) return dpl_fail(DPL_EFORMAT, "%s: tensor \"%s\" is missing", dpl_st_path(file), name);
-    DPL_TRY(check_shape(t, got, dpl_st_path(file)));
-    DPL_TRY(dpl_st_read_f32(got, 0, disk_elems(t), values));
-    dpl_disk_scatter(t, flat, values);
+    for (size_t i = 0; i < n; i++) {
+        flat_name name;
+        const dpl_disk_tensor *t = flat_at(m, prefixes, i, &name);
+        if (!t) continue;
+        const dpl_st_tensor *got = dpl_st_find(file, name.text);
+        if (!got)
+            return dpl_fail(DPL_EFORMAT, "%s: tensor \"%s\" is missing", dpl_st_path(file),
+                            name.text);
+        DPL_TRY(check_shape(t, got, dpl_st_path(file)));
+        DPL_TRY(dpl_st_read_f32(got, 0, disk_elems(t), values));
+        dpl_disk_scatter(t, flats[i / m->n_disk], values);
+    }
     return DPL_OK;
 }
 
@@ -353,7 +343,12 @@ dpl_status dpl_model_load_flat(dpl_model *m, const char *path, const char *const
 {
     dpl_st_file *file;
     DPL_TRY(dpl_st_open(path, &file));
-    const dpl_status status = each_flat(m, prefixes, flats, n_flats, scatter_flat, file);
+    const size_t n = largest_elems(m);
+    float *values = dpl_alloc_array(n, sizeof(float));
+    const dpl_status status =
+        values ? read_flat(m, file, prefixes, flats, m->n_disk * n_flats, values)
+               : dpl_fail(DPL_ENOMEM, "no memory for a tensor of %zu elements", n);
+    dpl_free(values);
     dpl_st_close(&file);
     return status;
 }
