@@ -31,7 +31,9 @@ static const model_key model_keys[] = {
     KEY(rope_max_timescale, NUMBER, rope.theta), KEY(routed_bias, FLAG, routed_bias),
     KEY(norm_topk_prob, FLAG, norm_topk), KEY(logits_via_embedding, FLAG, tied),
     KEY(rope_interleave, FLAG, rope_interleave), KEY(routed_score_func, SCORE, sigmoid),
-    KEY(rope_type, ROPE, rope.yarn),
+    KEY(rope_type, ROPE, rope.yarn), KEY(rope_factor, NUMBER, rope.factor), KEY(beta_fast, NUMBER, rope.beta_fast),
+    KEY(beta_slow, NUMBER, rope.beta_slow), KEY(rope_truncate, FLAG, rope.truncate),
+    KEY(original_max_position_embeddings, NUMBER, rope.original_positions), KEY(mscale, NUMBER, rope.mscale),
 };
 // clang-format on
 #undef KEY
