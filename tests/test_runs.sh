@@ -232,6 +232,15 @@ for other in base_emb_dim=64 num_experts=4 num_experts_per_tok=3 base_num_decode
     base_moe_mlp_dim=24 v_head_dim=16 rope_max_timescale=500 opt_type=sgd first_num_dense_layers=0; do
     train base_output_directory=again steps=28 $other && expect 1 "${other%%=*}=${other#*=}" 'checkpoints/26'
 done
+yarn=(base_output_directory=yarn rope_type=yarn rope_factor=4 original_max_position_embeddings=32)
+train "${yarn[@]}" steps=2 && expect 0
+for other in rope_factor=8 original_max_position_embeddings=64 beta_fast=16 beta_slow=2 mscale=0.5 rope_truncate=false \
+    rope_type=default; do
+    train "${yarn[@]}" steps=3 $other && expect 1 "${other%%=*}=${other#*=}, but" 'checkpoints/1'
+done
+run train yarn/run/config.yml steps=3 && expect 0
+train base_output_directory=yarn steps=4 && expect 0 # as the checkpoint says
+grep -q '^rope_factor: 4$' yarn/run/config.yml || bad "config.yml has not the checkpoint's rope_factor"
 run train again/run/config.yml base_output_directory=anew steps=24 learning_rate=2e-3 per_device_batch_size=4 \
     gradient_accumulation_steps=1 && expect 0 # as the beginning of another run
 rows anew/run | diff <(rows "$work/straight/runs/run") - || bad "config.yml of a run is not that run"

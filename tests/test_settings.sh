@@ -28,7 +28,7 @@ try()
     137) slow="$slow $1" ;;
     *) bad "$last: exit code $code: $(tail -n 3 err | head -c 400)" ;;
     esac
-    ! grep -qE 'runtime error|Sanitizer' err || bad "$last: $(grep -E 'runtime error|Sanitizer' err | head -n 2)"
+    ! grep -qE 'runtime error|ERROR: [A-Za-z]*Sanitizer' err || bad "$last: $(grep -E 'runtime error|ERROR: ' err | head -n 2)"
     [ -z "${2:-}" ] || [ "$code" = "$2" ] || bad "$last: exit code $code, expected $2: $(head -c 300 err)"
 }
 slow=
