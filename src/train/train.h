@@ -213,6 +213,7 @@ void dpl_optimizer_apply(dpl_optimizer *optimizer, double rate, double grad_scal
 
 // A fresh model's values, by weight_init, init_std and init_weights_seed.
 void dpl_options_init(const dpl_options *o, dpl_model *model);
+dpl_loss_rule dpl_options_loss(const dpl_options *o);
 
 struct dpl_trainer {
     dpl_ctx *ctx;

@@ -93,6 +93,15 @@ static dpl_status open_batches(dpl_trainer *t)
     return DPL_OK;
 }
 
+dpl_loss_rule dpl_options_loss(const dpl_options *o)
+{
+    const dpl_balance_kind kind = o->moe_use_megatron_seq_aux_loss         ? DPL_BALANCE_MEGATRON
+                                  : dpl_is(o->load_balance_scope, "batch") ? DPL_BALANCE_BATCH
+                                                                           : DPL_BALANCE_SEQUENCE;
+    return (dpl_loss_rule){o->z_loss_multiplier, o->mtp_loss_scaling_factor, kind,
+                           o->load_balance_loss_weight, o->router_z_loss_weight};
+}
+
 static void set_lengths(dpl_trainer *t)
 {
     const dpl_options *o = t->o;
@@ -106,15 +115,7 @@ static void set_lengths(dpl_trainer *t)
         const double most = DPL_MAX(1.0, samples / (double)t->batch.n_batch);
         if (most < (double)steps) t->n_steps = (int64_t)most;
     }
-    t->rule = (dpl_loss_rule){
-        .z_weight = o->z_loss_multiplier,
-        .mtp_weight = o->mtp_loss_scaling_factor,
-        .balance = o->moe_use_megatron_seq_aux_loss         ? DPL_BALANCE_MEGATRON
-                   : dpl_is(o->load_balance_scope, "batch") ? DPL_BALANCE_BATCH
-                                                            : DPL_BALANCE_SEQUENCE,
-        .balance_weight = o->load_balance_loss_weight,
-        .router_z_weight = o->router_z_loss_weight,
-    };
+    t->rule = dpl_options_loss(o);
 }
 
 static dpl_status open_parts(dpl_trainer *t)
