@@ -23,6 +23,14 @@ static void on_signal(int number)
     (void)!write(STDERR_FILENO, text, sizeof text - 1);
 }
 
+static void on_lost_page(int number)
+{
+    static const char text[] = "\ndropless: a file that is being read became shorter\n";
+    (void)number;
+    (void)!write(STDERR_FILENO, text, sizeof text - 1);
+    _exit(CLI_FAILURE);
+}
+
 static void catch_signals(void)
 {
     struct sigaction act = {.sa_handler = on_signal, .sa_flags = SA_RESTART}, before;
@@ -31,6 +39,7 @@ static void catch_signals(void)
     // A shell without job control starts its background jobs with SIGINT ignored: that is meant to stay so.
     if (sigaction(SIGINT, NULL, &before) == 0 && before.sa_handler != SIG_IGN)
         sigaction(SIGINT, &act, NULL);
+    signal(SIGBUS, on_lost_page);
     signal(SIGPIPE,
            SIG_IGN); // a reader that goes away does not end a run: everything is in log.txt too
 }
