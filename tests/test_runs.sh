@@ -209,6 +209,15 @@ rm own.txt && train run_name=own dataset_path=own.txt && expect 1 'own.txt'
 : > own.txt && train run_name=own dataset_path=own.txt && expect 1 'own.txt'
 head -c 400 "$work/text.txt" > own.txt && train run_name=own dataset_path=own.txt && expect 0 'it had 10 when'
 
+for _ in $(seq 800); do cat "$work/text.txt"; done > own.txt
+start run_name=cut dataset_path=own.txt eval_interval=-1 steps=1000000 checkpoint_period=1000 &
+pid=$!
+wait_for '^completed step: 5,'
+: > own.txt
+wait $pid
+code=$? last="a run whose data is cut"
+expect 1 'became shorter'
+
 # ---- resuming with other options
 fresh resume
 train && expect 0 # steps= alone; the learning rates of "eight" were those of 24 steps
