@@ -294,7 +294,7 @@ static const char *bad_tensor(dpl_model *m, int first, int last, bool with_rest)
         if (!t->param || t->copy_of_shared) continue;
         const int layer = t->param->layer;
         if (layer < 0 ? !with_rest : layer < first || layer > last) continue;
-        const size_t n = (size_t)(t->shape[0] * t->shape[1]), mark = dpl_ctx_mark(m->ctx);
+        const size_t n = dpl_disk_elems(t), mark = dpl_ctx_mark(m->ctx);
         float *values = dpl_ctx_alloc(m->ctx, n * sizeof *values);
         dpl_disk_gather(t, m->params.master, values);
         bool good = true;

@@ -1,11 +1,11 @@
 /*
- * model.h - the transformer around the MoE layer: configuration, parameters, forward, backward, loss.
+ * model.h - the transformer around the MoE layer: configuration, parameters, passes, loss.
  *
- * The model is deepseek_v3 of Hugging Face transformers: RMSNorm, MLA, leading dense layers, sigmoid router
- * with bias and groups, shared experts, multi-token prediction. Files, in the order of use:
- *   config.c  sizes, config.json, FLOP count     params.c  tensors, memory, initial values, names on disk
- *   weights.c model directories                  mla.c     attention block      block.c  one decoder layer
- *   model.c   the stack, loss, backward          decode.c  one token at a time with a latent cache
+ * The model is deepseek_v3 of Hugging Face transformers: RMSNorm, MLA, leading dense layers, sigmoid
+ * router with bias and groups, shared experts, multi-token prediction. Files, in the order of use:
+ *   config.c   sizes, config.json, FLOPs      params.c  tensors, memory, initial values, disk names
+ *   weights.c  model directories              mla.c     attention block    block.c  one decoder layer
+ *   model.c    the stack, loss, backward      decode.c  one token at a time with a latent cache
  */
 #ifndef DPL_MODEL_H
 #define DPL_MODEL_H
@@ -16,14 +16,13 @@
 #include "cpu/ops.h"
 #include "moe/moe.h"
 
-/* ---- configuration (config.c) ------------------------------------------------------------------ */
+/* ---- config.c ---- */
 
 typedef struct dpl_rope_config {
     double theta;
     bool yarn;
     double factor, beta_fast, beta_slow, original_positions;
-    double mscale, mscale_all_dim; // 0: not given
-    double attention_factor;       // 0: not given
+    double mscale, mscale_all_dim, attention_factor; // 0: not given
     bool truncate;
 } dpl_rope_config;
 
@@ -38,69 +37,43 @@ typedef struct dpl_model_config {
     dpl_rope_config rope;
 } dpl_model_config;
 
-// Fills deepseek_v3 defaults of everything that has one.
+// deepseek_v3 defaults of everything that has one.
 void dpl_model_config_init(dpl_model_config *config);
-// Sizes and ranges, each message names the configuration key. K, E, groups per known rules.
+// Sizes and ranges; each message names the option's key.
 dpl_status dpl_model_config_check(const dpl_model_config *config);
-// Both forms of config.json (rope_parameters, or rope_theta with rope_scaling). A field that would change the result
-// and is not supported is an error that names it.
 dpl_status dpl_model_config_from_json(const json_t *object, dpl_model_config *config_out);
 json_t *dpl_model_config_to_json(const dpl_model_config *config, dpl_dtype dtype); // new reference
-uint64_t dpl_model_param_count(const dpl_model_config *config); // trainable, without MTP
-uint64_t
-dpl_model_active_param_count(const dpl_model_config *config); // a token's: E - K experts left out
-// FLOPs of one micro-batch's forward and backward (3 x forward), MaxText's count; MTP included as MaxText does.
+bool dpl_model_layer_is_moe(const dpl_model_config *config, size_t layer); // MTP layers included
+// Trainable parameters without MTP; those of a token: without the E - K experts that it leaves out.
+uint64_t dpl_model_param_count(const dpl_model_config *config);
+uint64_t dpl_model_active_param_count(const dpl_model_config *config);
+// FLOPs of a micro-batch's forward and backward, MaxText's count, MTP included; attention's part.
 double dpl_model_flops(const dpl_model_config *config, size_t n_batch, size_t n_seq);
-double dpl_model_attention_flops(const dpl_model_config *config, size_t n_batch,
-                                 size_t n_seq); // part of it
-// Softmax scale, and the factor on cos and sin.
+double dpl_model_attention_flops(const dpl_model_config *config, size_t n_batch, size_t n_seq);
 double dpl_model_softmax_scale(const dpl_model_config *config);
-// inv_freq (d_rope / 2) in fp32 as transformers holds it, returns the factor on cos and sin.
+// inv_freq (d_rope / 2) as transformers holds it; returns the factor on cos and sin.
 double dpl_rope_frequencies(const dpl_model_config *config, float *inv_freq);
 
-/* ---- parameters (params.c) ---------------------------------------------------------------------- */
+/* ---- parameters (params.c) ---- */
 
-typedef enum dpl_param_id {
-    DPL_P_EMBED,
-    DPL_P_HEAD,
-    DPL_P_FINAL_NORM,
-    DPL_P_ATTN_NORM,
-    DPL_P_Q,
-    DPL_P_Q_A,
-    DPL_P_Q_A_BIAS,
-    DPL_P_Q_A_NORM,
-    DPL_P_Q_B,
-    DPL_P_KV_A,
-    DPL_P_KV_A_BIAS,
-    DPL_P_KV_A_NORM,
-    DPL_P_KV_B,
-    DPL_P_O,
-    DPL_P_O_BIAS,
-    DPL_P_MLP_NORM,
-    DPL_P_GATE_UP,
-    DPL_P_DOWN, // dense layers
-    DPL_P_ROUTER,
-    DPL_P_EXPERT_GATE_UP,
-    DPL_P_EXPERT_DOWN,
-    DPL_P_SHARED_GATE_UP,
-    DPL_P_SHARED_DOWN,
-    DPL_P_MTP_ENORM,
-    DPL_P_MTP_HNORM,
-    DPL_P_MTP_PROJ,
-    DPL_P_MTP_NORM,
-    DPL_P_N
+typedef enum dpl_param_id { // a bias follows its matrix; Q to O are the attention block's
+    DPL_P_EMBED, DPL_P_HEAD, DPL_P_FINAL_NORM, DPL_P_ATTN_NORM,
+    DPL_P_Q, DPL_P_Q_A, DPL_P_Q_A_BIAS, DPL_P_Q_A_NORM, DPL_P_Q_B, DPL_P_KV_A, DPL_P_KV_A_BIAS,
+    DPL_P_KV_A_NORM, DPL_P_KV_B, DPL_P_O, DPL_P_O_BIAS, DPL_P_MLP_NORM,
+    DPL_P_GATE_UP, DPL_P_DOWN, // dense layers
+    DPL_P_ROUTER, DPL_P_EXPERT_GATE_UP, DPL_P_EXPERT_DOWN, DPL_P_SHARED_GATE_UP, DPL_P_SHARED_DOWN,
+    DPL_P_MTP_ENORM, DPL_P_MTP_HNORM, DPL_P_MTP_PROJ, DPL_P_MTP_NORM, DPL_P_N
 } dpl_param_id;
 
-// One parameter tensor. Vectors and the untied embedding are plain row-major; matrices are in panels (ops.h).
+// Vectors and the untied embedding are plain row-major; matrices are in panels (ops.h).
 typedef struct dpl_param {
     dpl_param_id id;
     int layer; // -1: not in a layer. MTP module m is layer n_layers + m
     bool in_panels;
-    bool interleaved; // gate_up: k columns of gate and up alternate by 16
-    size_t n_groups, n,
-        k;                // vector: n_groups 1, n 1, k its length. gate_up: n = 2 * round_up(F, 16)
-    size_t offset, elems; // in the flat arrays, padding included; offset a multiple of 16
-    double fan_in;        // 0: a norm (ones) or a bias (zeros)
+    bool interleaved;      // gate_up: columns of gate and up alternate by 16
+    size_t n_groups, n, k; // gate_up: n = 2 * round_up(F, 16). A vector: 1, 1, its length
+    size_t offset, elems;  // in the flat arrays, padding included; offset a multiple of 16
+    double fan_in;         // 0: a norm (ones) or a bias (zeros)
     bool ones;
 } dpl_param;
 
@@ -122,10 +95,10 @@ typedef struct dpl_disk_tensor {
     size_t group;           // expert
     int part;               // interleaved: 0 gate, 1 up; else 0
     float *bias;            // router bias (E), F32 always on disk
-    bool copy_of_shared; // MTP: repeats embedding or head; written, and must be equal when loaded
+    bool copy_of_shared;    // MTP: repeats embedding or head; must be equal when loaded
 } dpl_disk_tensor;
 
-/* ---- a batch, the loss ----------------------------------------------------------------------------- */
+/* ---- a batch, the loss ---- */
 
 typedef struct dpl_batch { // all (B, S), host memory
     size_t n_batch, n_seq;
@@ -150,9 +123,9 @@ typedef struct dpl_loss_sums {
     double balance, router_z;    // already weighted, normalized over this micro-batch
 } dpl_loss_sums;
 
-/* ---- the model (model.c) ---------------------------------------------------------------------------- */
+/* ---- the model (model.c) ---- */
 
-// What --probe style tools receive, in the order of computation. data: fp32 or int64, host memory.
+// Receives what a pass computes, in that order. data: fp32 or int64, host memory.
 typedef void (*dpl_probe_fn)(void *arg, const char *name, bool is_int, int rank,
                              const int64_t *shape, const void *data);
 
@@ -163,13 +136,12 @@ struct dpl_model {
     dpl_model_config config;
     dpl_dtype dtype; // of compute: F32, or BF16 over fp32 masters
     dpl_params params;
-    const dpl_param *
-        *by_id; // (n_layers + n_mtp + 1, DPL_P_N); row 0: outside layers. NULL: not there
-    dpl_disk_tensor *disk; // (n_disk) in file order
+    const dpl_param **by_id; // (n_layers + n_mtp + 1, DPL_P_N); row 0: outside layers
+    dpl_disk_tensor *disk;   // (n_disk), the embedding first
     size_t n_disk;
     float *router_bias; // (layers incl. MTP, E); rows of dense layers unused
-    int64_t *counts;  // (layers incl. MTP, E): tokens per expert since the trainer last cleared it
-    float *cos, *sin; // (max positions used, d_rope / 2), grown on demand
+    int64_t *counts;    // (layers incl. MTP, E): tokens per expert since the trainer cleared it
+    float *cos, *sin;   // (n_positions, d_rope / 2), grown on demand
     size_t n_positions;
     dpl_probe_fn probe; // NULL: none
     void *probe_arg;
@@ -179,57 +151,7 @@ struct dpl_model {
 dpl_status dpl_model_create(dpl_ctx *ctx, dpl_comm *comm, const dpl_model_config *config,
                             dpl_dtype dtype, dpl_model **model_out);
 void dpl_model_destroy(dpl_model **model);
-
-typedef enum dpl_init_rule { DPL_INIT_FAN_IN, DPL_INIT_MAXTEXT, DPL_INIT_NORMAL } dpl_init_rule;
-void dpl_model_init(dpl_model *model, dpl_init_rule rule, double std, uint64_t seed);
-void dpl_model_refresh(
-    dpl_model *model); // bf16 copies from the masters; after any change of masters
-
-// params.c, for create and destroy: the tensor table, the flat arrays, the disk names.
-dpl_status dpl_params_build(dpl_model *model);
-void dpl_params_free(dpl_model *model);
-// The parameter `id` of a layer (-1: outside layers), NULL if the model has none.
-static inline const dpl_param *dpl_model_param(const dpl_model *model, int layer, dpl_param_id id)
-{
-    return model->by_id[(size_t)(layer + 1) * DPL_P_N + id];
-}
-// Its compute weight, its fp32 values, its gradient (NULL: not training).
-dpl_weight dpl_model_weight(const dpl_model *model, const dpl_param *param);
-static inline float *dpl_model_values(const dpl_model *model, const dpl_param *param)
-{
-    return param ? model->params.master + param->offset : NULL;
-}
-static inline float *dpl_model_grad(const dpl_model *model, const dpl_param *param)
-{
-    return param && model->params.grad ? model->params.grad + param->offset : NULL;
-}
-static inline float *dpl_model_bias(const dpl_model *model, size_t layer)
-{
-    return model->router_bias + layer * model->config.n_experts;
-}
-// Moves one disk tensor between row-major `values` and the same slice of a flat array (master, grad, moments: any
-// array laid out as params).
-void dpl_disk_gather(const dpl_disk_tensor *tensor, const float *flat, float *values);
-void dpl_disk_scatter(const dpl_disk_tensor *tensor, float *flat, const float *values);
-// Name for messages: "model.layers.3.mlp.experts (gate and up)".
-void dpl_param_name(const dpl_model *model, const dpl_param *param, char *text, size_t size);
-
-// weights.c: the model directory. Strict: every tensor of the model exactly once, unknown ones are errors.
-dpl_status dpl_model_load(dpl_model *model, const char *dir);
-dpl_status dpl_model_save(dpl_model *model, const char *dir, dpl_dtype dtype,
-                          size_t shard_bytes); // into an existing dir
-dpl_status dpl_model_read_config(const char *dir, dpl_model_config *config_out,
-                                 dpl_dtype *dtype_out);
-// Flat arrays (moments) under disk names with a prefix, as one safetensors file or shards.
-dpl_status dpl_model_save_flat(dpl_model *model, const char *path, const char *const *prefixes,
-                               float *const *flats, size_t n_flats);
-dpl_status dpl_model_load_flat(dpl_model *model, const char *path, const char *const *prefixes,
-                               float *const *flats, size_t n_flats);
-
-// cos and sin for positions below n (at most max_positions).
-dpl_status dpl_model_rope_tables(dpl_model *model, size_t n);
-dpl_status dpl_model_begin_training(dpl_model *model); // gradients, zeroed
-void dpl_model_zero_grads(dpl_model *model);
+dpl_status dpl_model_rope_tables(dpl_model *model, size_t n); // for positions below n
 // Forward and backward of one micro-batch. Gradients += d(loss)/dW with
 //   loss = xent_scale * (xent + z) + mtp_scale * mtp_xent + aux_scale * (balance + router_z).
 // DPL_ENUMERIC names layer and tensor where the first value that is not finite appears.
@@ -241,17 +163,71 @@ dpl_status dpl_model_evaluate(dpl_model *model, const dpl_batch *batch, const dp
                               float *logits_out, dpl_loss_sums *sums_out);
 // bias += rate * sign(mean(count) - count) per MoE layer.
 void dpl_model_update_bias(dpl_model *model, double rate);
-bool dpl_model_layer_is_moe(const dpl_model_config *config, size_t layer); // MTP layers included
-// Tokens with a target of MTP depths 1..n_mtp of this batch: what mtp_scale is divided by.
+// Tokens with a target of all MTP depths of this batch: what mtp_scale is divided by.
 double dpl_batch_mtp_tokens(const dpl_model_config *config, const dpl_batch *batch);
 
-/* ---- decode.c: incremental decoding, the cache holds the compressed latent ---- */
+/* ---- params.c ---- */
+
+// For create and destroy: the tensor table, the flat arrays.
+dpl_status dpl_params_build(dpl_model *model);
+void dpl_params_free(dpl_model *model);
+typedef enum dpl_init_rule { DPL_INIT_FAN_IN, DPL_INIT_MAXTEXT, DPL_INIT_NORMAL } dpl_init_rule;
+void dpl_model_init(dpl_model *model, dpl_init_rule rule, double std, uint64_t seed);
+void dpl_model_refresh(dpl_model *model); // bf16 copies; after any change of masters
+dpl_status dpl_model_begin_training(dpl_model *model); // gradients, zeroed
+void dpl_model_zero_grads(dpl_model *model);
+// The parameter `id` of a layer (-1: outside layers), NULL if the model has none.
+static inline const dpl_param *dpl_model_param(const dpl_model *model, int layer, dpl_param_id id)
+{
+    return model->by_id[(size_t)(layer + 1) * DPL_P_N + id];
+}
+// Its compute weight, its fp32 values, its gradient (NULL: not training).
+dpl_weight dpl_model_weight(const dpl_model *model, const dpl_param *param);
+static inline float *dpl_model_values(const dpl_model *model, const dpl_param *param)
+{
+    return model->params.master + param->offset;
+}
+static inline float *dpl_model_grad(const dpl_model *model, const dpl_param *param)
+{
+    return param && model->params.grad ? model->params.grad + param->offset : NULL;
+}
+static inline float *dpl_model_bias(const dpl_model *model, size_t layer)
+{
+    return model->router_bias + layer * model->config.n_experts;
+}
+// Between row-major `values` and the tensor's slice of a flat array (any laid out as params).
+void dpl_disk_gather(const dpl_disk_tensor *tensor, const float *flat, float *values);
+void dpl_disk_scatter(const dpl_disk_tensor *tensor, float *flat, const float *values);
+static inline size_t dpl_disk_elems(const dpl_disk_tensor *tensor)
+{
+    return (size_t)(tensor->shape[0] * tensor->shape[1]);
+}
+// Name for messages: "model.layers.3.mlp.gate_proj.weight and up_proj".
+void dpl_param_name(const dpl_model *model, const dpl_param *param, char *text, size_t size);
+
+/* ---- weights.c ---- */
+
+// Strict: every tensor of the model exactly once, unknown ones are errors.
+dpl_status dpl_model_load(dpl_model *model, const char *dir);
+// Into an existing folder.
+dpl_status dpl_model_save(dpl_model *model, const char *dir, dpl_dtype dtype, size_t shard_bytes);
+// dtype_out NULL: not wanted.
+dpl_status dpl_model_read_config(const char *dir, dpl_model_config *config_out,
+                                 dpl_dtype *dtype_out);
+// Flat arrays (moments) in one file, under disk names behind a prefix for each array.
+dpl_status dpl_model_save_flat(dpl_model *model, const char *path, const char *const *prefixes,
+                               float *const *flats, size_t n_flats);
+dpl_status dpl_model_load_flat(dpl_model *model, const char *path, const char *const *prefixes,
+                               float *const *flats, size_t n_flats);
+
+/* ---- decode.c ---- */
+
 typedef struct dpl_decoder dpl_decoder;
 dpl_status dpl_decoder_open(dpl_model *model, size_t max_tokens, dpl_decoder **decoder_out);
 void dpl_decoder_close(dpl_decoder **decoder);
 // Feeds n more tokens; logits_out (V) of the last one.
 dpl_status dpl_decoder_feed(dpl_decoder *decoder, const int32_t *ids, size_t n, float *logits_out);
-// Picks from logits: temperature 0 is argmax (lowest id among equals); top_p in (0, 1]. Draw number `draw` of `seed`.
+// Temperature 0 is argmax (lowest id among equals); top_p in (0, 1]. Draw number `draw` of `seed`.
 int32_t dpl_sample(const float *logits, size_t vocab, double temperature, double top_p,
                    uint64_t seed, uint64_t draw);
 

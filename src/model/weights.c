@@ -28,16 +28,11 @@ dpl_status dpl_model_read_config(const char *dir, dpl_model_config *config_out,
     return status == DPL_OK ? DPL_OK : dpl_fail_in(status, "%s", path);
 }
 
-static size_t disk_elems(const dpl_disk_tensor *t)
-{
-    return (size_t)(t->shape[0] * t->shape[1]);
-}
-
 static size_t largest_elems(const dpl_model *m)
 {
     size_t largest = m->config.vocab * m->config.d;
     for (size_t i = 0; i < m->n_disk; i++)
-        largest = DPL_MAX(largest, disk_elems(&m->disk[i]));
+        largest = DPL_MAX(largest, dpl_disk_elems(&m->disk[i]));
     return largest;
 }
 
@@ -60,7 +55,7 @@ static dpl_status read_tensor(dpl_model *m, const dpl_disk_tensor *want, const d
                               const char *file, float *values, float *other)
 {
     DPL_TRY(check_shape(want, got, file));
-    const size_t n = disk_elems(want);
+    const size_t n = dpl_disk_elems(want);
     const dpl_status status = dpl_st_read_f32(got, 0, n, want->bias ? want->bias : values);
     if (status != DPL_OK) return dpl_fail_in(status, "%s", file);
     if (want->bias) return DPL_OK;
@@ -210,7 +205,7 @@ static dpl_status fill_model(void *p, size_t i, dpl_st_writer *writer)
 {
     const fill_arg *arg = p;
     const dpl_disk_tensor *t = &arg->model->disk[i];
-    const size_t n = disk_elems(t);
+    const size_t n = dpl_disk_elems(t);
     if (t->bias) return dpl_st_append(writer, t->bias, n * sizeof(float));
     dpl_disk_gather(t, arg->model->params.master, arg->values);
     if (arg->tensors[i].dtype == DPL_ST_F32)
@@ -225,7 +220,7 @@ static void describe(const dpl_disk_tensor *t, const char *name, dpl_st_dtype dt
 {
     *out = (dpl_st_tensor){.name = name, .dtype = dtype, .rank = t->rank,
                            .shape = {t->shape[0], t->shape[1]},
-                           .bytes = disk_elems(t) * dpl_st_dtype_bytes(dtype)};
+                           .bytes = dpl_disk_elems(t) * dpl_st_dtype_bytes(dtype)};
 }
 
 static dpl_status write_config(const dpl_model *m, const char *dir, dpl_dtype dtype)
@@ -295,7 +290,7 @@ static dpl_status write_flat(dpl_model *m, const char *path, const char *const *
     for (size_t i = 0; i < n && status == DPL_OK; i++) {
         if (!(t = flat_at(m, prefixes, i, &names[i]))) continue;
         dpl_disk_gather(t, flats[i / m->n_disk], values);
-        status = dpl_st_append(writer, values, disk_elems(t) * sizeof(float));
+        status = dpl_st_append(writer, values, dpl_disk_elems(t) * sizeof(float));
     }
     if (status == DPL_OK) status = dpl_st_finish(&writer);
     dpl_st_abandon(&writer);
@@ -332,7 +327,7 @@ static dpl_status read_flat(dpl_model *m, const dpl_st_file *file, const char *c
             return dpl_fail(DPL_EFORMAT, "%s: tensor \"%s\" is missing", dpl_st_path(file),
                             name.text);
         DPL_TRY(check_shape(t, got, dpl_st_path(file)));
-        DPL_TRY(dpl_st_read_f32(got, 0, disk_elems(t), values));
+        DPL_TRY(dpl_st_read_f32(got, 0, dpl_disk_elems(t), values));
         dpl_disk_scatter(t, flats[i / m->n_disk], values);
     }
     return DPL_OK;
