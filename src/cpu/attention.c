@@ -421,7 +421,8 @@ static void backward_block(const attn_head *h, size_t first, size_t last)
 {
     const attn_work *w = &h->w;
     const size_t q0 = tile_row(h, first), n = tile_row(h, last) - q0;
-    const dpl_mat q_rope = dpl_mat_at(h->q, 0, h->d_nope), dq_rope = dpl_mat_at(h->dq, 0, h->d_nope);
+    const dpl_mat q_rope = dpl_mat_at(h->q, 0, h->d_nope);
+    const dpl_mat dq_rope = dpl_mat_at(h->dq, 0, h->d_nope);
     pack_tiles(h, h->dout, h->d_v, first, last, w->dout);
     pack_panels(h, h->q, q0, n, h->d_nope, n, w->q_cols);
     pack_panels(h, q_rope, q0, n, h->d_rope, n, w->q_cols + n * h->nope_cols);

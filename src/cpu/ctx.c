@@ -1,7 +1,8 @@
-// ctx.c - the operator context: opens threads, arena and scratch, runs operators now or (deferred) later.
+// ctx.c - the operator context: threads, arena and scratch; runs operators now or (deferred) later.
 //
-// The deferred queue stands in for a device's stream: it is drained in order by whoever waits. Outputs that lie
-// in the step arena are poisoned when the operator is queued, and the arena keeps released blocks alive meanwhile.
+// The deferred queue stands in for a device's stream: it is drained in order by whoever waits.
+// Outputs in the step arena are poisoned when the operator is queued, and the arena keeps released
+// blocks alive meanwhile.
 #include "cpu/ctx.h"
 
 #include <unistd.h>
@@ -47,8 +48,7 @@ dpl_status dpl_ctx_create(int n_threads, bool deferred, size_t step_bytes, dpl_c
         ctx->scratch = dpl_alloc_array((size_t)dpl_pool_threads(ctx->pool), SCRATCH_BYTES);
         if (deferred) ctx->queue = dpl_alloc(sizeof *ctx->queue);
         if (!ctx->scratch || (deferred && !ctx->queue))
-            status = dpl_fail(DPL_ENOMEM, "no memory for the scratch of %d threads",
-                              dpl_pool_threads(ctx->pool));
+            status = dpl_fail(DPL_ENOMEM, "no memory for the scratch of a context");
     }
     if (status != DPL_OK) {
         dpl_ctx_close(&ctx);
@@ -63,7 +63,7 @@ dpl_status dpl_ctx_open(int n_threads, dpl_ctx **ctx_out)
 {
     if (!ctx_out) return dpl_fail(DPL_EINVAL, "dpl_ctx_open: ctx_out is NULL");
     if (n_threads < 0 || n_threads > 4096)
-        return dpl_fail(DPL_EINVAL, "threads=%d, expected 0 (all that this process may use) to 4096",
+        return dpl_fail(DPL_EINVAL, "threads=%d, expected 0 (all this process may use) to 4096",
                         n_threads);
     return dpl_ctx_create(n_threads, false, 0, ctx_out);
 }
@@ -134,19 +134,6 @@ void dpl_ctx_read(dpl_ctx *ctx, void *host, const void *device, size_t bytes)
 {
     dpl_ctx_wait(ctx);
     memcpy(host, device, bytes);
-}
-
-void *dpl_ctx_alloc(dpl_ctx *ctx, size_t bytes)
-{
-    return dpl_arena_alloc(ctx->arena, bytes);
-}
-size_t dpl_ctx_mark(const dpl_ctx *ctx)
-{
-    return dpl_arena_mark(ctx->arena);
-}
-void dpl_ctx_release(dpl_ctx *ctx, size_t mark)
-{
-    dpl_arena_release(ctx->arena, mark);
 }
 
 typedef struct loop_run {

@@ -100,9 +100,18 @@ void dpl_ctx_wait(dpl_ctx *ctx); // until everything submitted has finished
 // The explicit read-back: waits, then copies from an operator's output to host memory.
 void dpl_ctx_read(dpl_ctx *ctx, void *host, const void *device, size_t bytes);
 
-// A block of the step arena. Released by mark, in stack order (dpl_ctx_mark, dpl_ctx_release).
-void *dpl_ctx_alloc(dpl_ctx *ctx, size_t bytes);
-size_t dpl_ctx_mark(const dpl_ctx *ctx);
-void dpl_ctx_release(dpl_ctx *ctx, size_t mark);
+// A block of the step arena, and its release in stack order: all that came after a mark.
+static inline void *dpl_ctx_alloc(dpl_ctx *ctx, size_t bytes)
+{
+    return dpl_arena_alloc(ctx->arena, bytes);
+}
+static inline size_t dpl_ctx_mark(const dpl_ctx *ctx)
+{
+    return dpl_arena_mark(ctx->arena);
+}
+static inline void dpl_ctx_release(dpl_ctx *ctx, size_t mark)
+{
+    dpl_arena_release(ctx->arena, mark);
+}
 
 #endif

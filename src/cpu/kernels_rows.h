@@ -1,6 +1,6 @@
 /*
- * kernels_rows.h - the row part of the kernel table: fp32 loops that operators run over one row or
- * one chunk. One template (kernels_rows_tmpl.h) is compiled once for each CPU level; nothing but the
+ * kernels_rows.h - the row part of the kernel table: fp32 loops that operators run over a row or
+ * a chunk. One template (kernels_rows_tmpl.h) is compiled once for each CPU level; nothing but the
  * instruction set differs.
  *
  * Every kernel takes any n, 0 included, and any alignment. An output may be the same array as an

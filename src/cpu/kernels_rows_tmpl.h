@@ -74,7 +74,7 @@ static inline float float_of(uint32_t u)
         }                                             \
     }
 
-/* ---- reductions --------------------------------------------------------------------------------- */
+/* ---- reductions ------------------------------------------------------------------------------ */
 
 // Halves are folded onto each other, so that near lanes meet last.
 INLINE float fold(const void *lanes)
@@ -173,7 +173,7 @@ static double row_sum_squares_f64(const float *x, size_t n)
     return sum_powers_f64(x, n, true);
 }
 
-/* ---- elementwise -------------------------------------------------------------------------------- */
+/* ---- elementwise ----------------------------------------------------------------------------- */
 
 static inline uint16_t bf16_of(uint32_t u)
 {
@@ -256,7 +256,7 @@ static void row_sigmoid(const float *x, float *y, size_t n)
     memcpy(y + i, t, (n - i) * sizeof *t);
 }
 
-/* ---- RMSNorm and RoPE --------------------------------------------------------------------------- */
+/* ---- RMSNorm and RoPE ------------------------------------------------------------------------ */
 
 static void row_norm_backward(const float *dy, const float *gain, const float *x, float rstd,
                               float c, bool accumulate, float *dx, float *dgain, size_t n)
@@ -291,7 +291,7 @@ static void row_rope_pairs(const float *cos, const float *sin, float sign, float
     }
 }
 
-/* ---- SwiGLU: gate_up comes in blocks of 16 gate and 16 up columns ------------------------------- */
+/* ---- SwiGLU: gate_up comes in blocks of 16 gate and 16 up columns ---------------------------- */
 
 static inline void swiglu_block(const float *g, float w, float *h)
 {
@@ -346,7 +346,7 @@ static float row_swiglu_backward(const float *dh, const float *gate_up, float w,
     return fold(sum);
 }
 
-/* ---- optimizer ---------------------------------------------------------------------------------- */
+/* ---- optimizer ------------------------------------------------------------------------------- */
 
 // Where all of a gradient's history is 0 the update is the decay alone, even with eps = 0.
 static void row_adamw(const dpl_adamw *rule, const float *grad, float *param, float *m, float *v,

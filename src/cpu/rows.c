@@ -3,8 +3,8 @@
  * of rows: copies, gathers (dispatch, embedding) and combine.
  *
  * Each handles fp32 and bf16 with one code path: a row is taken in blocks of DPL_ROW_BLOCK columns,
- * converted on the way into and out of a small buffer where it is bf16 (row_io.h). Sums over rows go
- * in chunks that depend on the shape alone, so the thread count never changes a bit.
+ * converted on the way into and out of a small buffer where it is bf16 (row_io.h). Sums over rows
+ * go in chunks that depend on the shape alone, so the thread count never changes a bit.
  */
 #include <math.h>
 
@@ -28,7 +28,7 @@ typedef struct row_args {
     bool accumulate;
 } row_args;
 
-/* ---- RMSNorm ------------------------------------------------------------------------------------ */
+/* ---- RMSNorm --------------------------------------------------------------------------------- */
 
 static void norm_forward(const void *args, const dpl_part *part)
 {
@@ -62,7 +62,8 @@ void dpl_rmsnorm_forward(dpl_ctx *ctx, dpl_mat x, const float *gain, size_t n_ro
                {rstd, n_rows * sizeof *rstd});
 }
 
-static void norm_backward_row(const row_args *a, const dpl_row_kernels *k, size_t row, float *dgain)
+static void norm_backward_row(const row_args *a, const dpl_row_kernels *k, size_t row,
+                              float *dgain)
 {
     float buf[DPL_ROW_BLOCK], dy_buf[DPL_ROW_BLOCK];
     double dot = 0;
@@ -78,7 +79,8 @@ static void norm_backward_row(const row_args *a, const dpl_row_kernels *k, size_
         const float *x = dpl_row_load(k, dpl_mat_at(a->a, row, col), 0, n, buf);
         const float *dy = dpl_row_load(k, dpl_mat_at(a->b, row, col), 0, n, dy_buf);
         float *dx = dpl_row_target(to, 0, buf);
-        k->norm_backward(dy, a->weight + col, x, a->rstd[row], c, a->accumulate, dx, dgain + col, n);
+        k->norm_backward(dy, a->weight + col, x, a->rstd[row], c, a->accumulate, dx, dgain + col,
+                         n);
         dpl_row_store(k, to, 0, dx, n);
     }
 }
@@ -122,7 +124,7 @@ void dpl_rmsnorm_backward(dpl_ctx *ctx, dpl_mat dy, dpl_mat x, const float *gain
     dpl_ctx_release(ctx, mark); // A deferred context keeps the block until the operator has run.
 }
 
-/* ---- RoPE --------------------------------------------------------------------------------------- */
+/* ---- RoPE ------------------------------------------------------------------------------------ */
 
 typedef struct rope_args {
     dpl_loop loop;
@@ -160,7 +162,7 @@ void dpl_rope_apply(dpl_ctx *ctx, const dpl_rope *rope, size_t n_rows, bool inve
     DPL_SUBMIT(ctx, dpl_run_loop, args, {0});
 }
 
-/* ---- SwiGLU ------------------------------------------------------------------------------------- */
+/* ---- SwiGLU ---------------------------------------------------------------------------------- */
 
 static void swiglu_forward(const void *args, const dpl_part *part)
 {
@@ -216,7 +218,7 @@ void dpl_swiglu_backward(dpl_ctx *ctx, dpl_mat dh, dpl_mat gate_up, const float 
                {drow_weight, drow_weight ? n_rows * sizeof *drow_weight : 0});
 }
 
-/* ---- add, zero ---------------------------------------------------------------------------------- */
+/* ---- add, zero ------------------------------------------------------------------------------- */
 
 static void add_rows(const void *args, const dpl_part *part)
 {
@@ -255,7 +257,7 @@ void dpl_zero(dpl_ctx *ctx, void *p, size_t bytes)
     DPL_SUBMIT(ctx, dpl_run_loop, args, {p, bytes});
 }
 
-/* ---- copy, gather, embedding -------------------------------------------------------------------- */
+/* ---- copy, gather, embedding ----------------------------------------------------------------- */
 
 typedef struct gather_args {
     dpl_loop loop;
@@ -283,8 +285,10 @@ static size_t source_of(const gather_args *a, size_t row)
 static void fetch_ahead(const gather_args *a, size_t from)
 {
     if (from == NO_ROW || !a->map || a->in_panels) return;
-    for (size_t i = 0; i < a->d * dpl_dtype_bytes(a->from.dtype); i += 64)
-        __builtin_prefetch((const uint8_t *)dpl_mat_row(a->from, from) + i, 0, 2);
+    const uint8_t *row = dpl_mat_row(a->from, from);
+    const size_t bytes = a->d * dpl_dtype_bytes(a->from.dtype);
+    for (size_t i = 0; i < bytes; i += 64)
+        __builtin_prefetch(row + i, 0, 2);
 }
 
 static void gather_row(const gather_args *a, const dpl_row_kernels *k, size_t from, size_t row)
@@ -299,13 +303,14 @@ static void gather_row(const gather_args *a, const dpl_row_kernels *k, size_t fr
         k->from_bf16(x, y, a->d);
 }
 
-static void gather_panel_row(const gather_args *a, const dpl_row_kernels *k, size_t from, size_t row)
+static void gather_panel_row(const gather_args *a, const dpl_row_kernels *k, size_t from,
+                             size_t row)
 {
     float buf[DPL_ROW_BLOCK];
+    const float *x = (const float *)a->from.p + dpl_panel_index(from, 0, a->d);
     DPL_EACH_BLOCK(col, n, a->d) {
-        const float *x = (const float *)a->from.p + dpl_panel_index(from, col, a->d);
         for (size_t i = 0; i < n; i++)
-            buf[i] = x[i * DPL_PANEL];
+            buf[i] = x[(col + i) * DPL_PANEL];
         dpl_row_store(k, dpl_mat_at(a->to, row, col), 0, buf, n);
     }
 }
@@ -396,7 +401,7 @@ void dpl_embed_backward(dpl_ctx *ctx, dpl_mat dy, const int32_t *ids, bool in_pa
     DPL_SUBMIT(ctx, dpl_run_loop, args, {0});
 }
 
-/* ---- combine ------------------------------------------------------------------------------------ */
+/* ---- combine --------------------------------------------------------------------------------- */
 
 typedef struct combine_args {
     dpl_loop loop;
@@ -439,7 +444,8 @@ static void combine_rows(const void *args, const dpl_part *part)
     const combine_args *a = args;
     for (size_t token = part->first; token < part->end; token++) {
         DPL_EACH_BLOCK(col, n, a->d)
-            combine_block(a, part->k, dpl_mat_at(a->rows, 0, col), dpl_mat_at(a->y, 0, col), token, n);
+            combine_block(a, part->k, dpl_mat_at(a->rows, 0, col), dpl_mat_at(a->y, 0, col), token,
+                          n);
         if (!a->row_value) continue;
         for (size_t slot = token * a->top_k; slot < (token + 1) * a->top_k; slot++)
             a->slot_value[slot] = a->slot_row[slot] < 0 ? 0 : a->row_value[a->slot_row[slot]];
@@ -457,7 +463,7 @@ void dpl_combine_rows(dpl_ctx *ctx, dpl_mat rows, const float *row_value, const 
                {slot_value, row_value ? n_tokens * top_k * sizeof *slot_value : 0});
 }
 
-/* ---- cross-entropy ------------------------------------------------------------------------------ */
+/* ---- cross-entropy --------------------------------------------------------------------------- */
 
 typedef struct xent_args {
     dpl_loop loop;
