@@ -60,8 +60,8 @@ typedef struct dpl_mla_cache {
     float *kv_b;   // (H * (d_nope + d_v), kv_lora) row-major, absorbed into query and output
     size_t first;  // position of the first token of this call
 } dpl_mla_cache;
-// x -> out (T, D), both F32. aux NULL: no auxiliary losses. cache: NULL, or of the one sequence that
-// the tokens continue; it is filled.
+// x -> out (T, D), both F32. aux NULL: no auxiliary losses. cache: NULL, or of the one sequence
+// that the tokens continue; it is filled.
 dpl_status dpl_block_forward(dpl_model *model, int layer, const dpl_stream *stream,
                              const dpl_aux *aux, const dpl_mla_cache *cache, dpl_mat x, dpl_mat out,
                              dpl_block_saved *saved_out);
@@ -84,12 +84,17 @@ void dpl_mla_backward(dpl_model *model, int layer, const dpl_stream *stream,
 void dpl_probe_mat(dpl_model *model, const char *stem, int layer, const dpl_stream *stream,
                    dpl_mat mat, size_t width);
 void dpl_probe_routing(dpl_model *model, int layer, const dpl_moe_saved *saved);
-// Embedding, then all layers, for a pass that keeps nothing. caches: (L), or NULL. squares (L + 1,
-// device) is NULL or receives the sum of squares of the residual stream before layer 0, 1, ...;
-// *n_out of them are written. Releases all but the residual stream.
-dpl_status dpl_layers_evaluate(dpl_model *model, const dpl_stream *stream, const int32_t *ids,
-                               const dpl_mla_cache *caches, double *squares, size_t *n_out,
-                               dpl_mat *x_out);
+typedef struct dpl_layers { // one pass through all layers
+    dpl_stream stream;
+    const dpl_aux *aux;          // NULL: no auxiliary losses
+    const dpl_mla_cache *caches; // (L): the pass decodes; NULL: it does not
+    dpl_block_saved *blocks;     // (L), kept for backward; NULL: nothing is kept
+    dpl_mat *x;      // (L + 1): residual stream before layer 0, 1, ..., after the last
+    double *squares; // (L + 1), device: sums over them
+    size_t n_done;   // so many of both are there, after an error too
+} dpl_layers;
+// Embedding and layers. The caller sets the fields above x.
+dpl_status dpl_layers_forward(dpl_model *model, const int32_t *ids, dpl_layers *layers);
 // Final norm and head of n_rows rows; temporaries from the arena, which the caller releases.
 void dpl_model_head(dpl_model *model, dpl_mat x, size_t n_rows, float *logits);
 

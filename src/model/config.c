@@ -364,27 +364,23 @@ double dpl_rope_frequencies(const dpl_model_config *c, float *inv_freq)
 {
     const dpl_rope_config *r = &c->rope;
     const double d = (double)c->d_rope;
-    const size_t half = c->d_rope / 2;
-    for (size_t i = 0; i < half; i++)
-        inv_freq[i] = (float)pow(r->theta, -2.0 * (double)i / d);
-    if (!r->yarn) return 1.0;
-    // Frequencies that turn often in the original length stay, slow ones are divided by the
-    // factor, a ramp between.
-    const double per_turn = r->original_positions / (2 * M_PI), log_theta2 = 2 * log(r->theta);
-    double low = d * log(per_turn / r->beta_fast) / log_theta2,
-           high = d * log(per_turn / r->beta_slow) / log_theta2;
-    if (r->truncate) {
-        low = floor(low);
-        high = ceil(high);
+    double low = 0, high = 0;
+    if (r->yarn) {
+        const double per_turn = r->original_positions / (2 * M_PI), turns = 2 * log(r->theta);
+        low = d * log(per_turn / r->beta_fast) / turns;
+        high = d * log(per_turn / r->beta_slow) / turns;
+        low = fmax(r->truncate ? floor(low) : low, 0);
+        high = fmin(r->truncate ? ceil(high) : high, d - 1);
+        if (high == low) high += 0.001;
     }
-    low = fmax(low, 0);
-    high = fmin(high, d - 1);
-    if (high == low) high += 0.001;
-    for (size_t i = 0; i < half; i++) {
+    for (size_t i = 0; i < c->d_rope / 2; i++) {
         const double f = pow(r->theta, -2.0 * (double)i / d);
-        const double ramp = fmin(fmax(((double)i - low) / (high - low), 0), 1);
+        // YaRN: frequencies that turn often in the original length stay, slow ones are divided by
+        // the factor, a ramp between.
+        const double ramp = r->yarn ? fmin(fmax(((double)i - low) / (high - low), 0), 1) : 0;
         inv_freq[i] = (float)(f / r->factor * ramp + f * (1 - ramp));
     }
+    if (!r->yarn) return 1;
     if (r->attention_factor != 0) return r->attention_factor;
     if (r->mscale != 0 && r->mscale_all_dim != 0)
         return yarn_scale(r->factor, r->mscale) / yarn_scale(r->factor, r->mscale_all_dim);

@@ -1,6 +1,6 @@
-// decode.c - generation, one token (or a prompt) at a time. The cache holds each position's compressed
-// latent and rotated key, not keys and values per head; the up-projections are absorbed into query
-// and output.
+// decode.c - generation, one token (or a prompt) at a time. The cache holds each position's
+// compressed latent and rotated key, not keys and values per head; the up-projections are absorbed
+// into query and output.
 #include <math.h>
 #include <stdlib.h>
 
@@ -17,15 +17,12 @@ struct dpl_decoder {
 };
 
 // The up-projection in row-major order, as it is multiplied in compute: rounded if the copy is.
-static void unpack_kv_b(dpl_model *m, int layer, float *rows)
+static void unpack_kv_b(const dpl_model *m, int layer, float *rows)
 {
-    const dpl_param *param = dpl_model_param(m, layer, DPL_P_KV_B);
-    for (size_t n = 0; n < param->n; n++)
-        for (size_t k = 0; k < param->k; k++) {
-            const size_t i = param->offset + dpl_panel_index(n, k, param->k);
-            rows[n * param->k + k] = m->params.copy ? dpl_bf16_to_f32(m->params.copy[i])
-                                                    : m->params.master[i];
-        }
+    const dpl_disk_tensor *t = &m->disk[dpl_model_param(m, layer, DPL_P_KV_B)->disk];
+    dpl_disk_gather(t, m->params.master, rows);
+    for (size_t i = 0; i < dpl_disk_elems(t) && m->params.copy; i++)
+        rows[i] = dpl_bf16_to_f32(dpl_f32_to_bf16(rows[i]));
 }
 
 dpl_status dpl_decoder_open(dpl_model *m, size_t max_tokens, dpl_decoder **decoder_out)
@@ -77,11 +74,9 @@ static dpl_status feed_block(dpl_decoder *d, const int32_t *ids, size_t n)
         position[i] = (int32_t)(d->n_tokens + i);
     for (size_t i = 0; i < m->config.n_layers; i++)
         d->cache[i].first = d->n_tokens;
-    const dpl_stream s = {1, n, n, NULL, position};
-    size_t n_layers;
-    dpl_mat x;
-    DPL_TRY(dpl_layers_evaluate(m, &s, ids, d->cache, NULL, &n_layers, &x));
-    dpl_model_head(m, dpl_mat_at(x, n - 1, 0), 1, d->logits);
+    dpl_layers l = {.stream = {1, n, n, NULL, position}, .caches = d->cache};
+    DPL_TRY(dpl_layers_forward(m, ids, &l));
+    dpl_model_head(m, dpl_mat_at(l.x[m->config.n_layers], n - 1, 0), 1, d->logits);
     return DPL_OK;
 }
 

@@ -1,8 +1,8 @@
 // mla.c - the attention block: norm, low-rank query, latent key and value, rotation, attention,
 // output.
 //
-// kv_a's row is (latent, rotated key): the norm reads the first part, the rotation works in place on
-// the second, and attention takes it as the key part that all heads share.
+// kv_a's row is (latent, rotated key): the norm reads the first part, the rotation works in place
+// on the second, and attention takes it as the key part that all heads share.
 #include "model/block.h"
 
 static void rotate(dpl_model *m, const dpl_stream *s, dpl_mat q, dpl_mat k_rope, bool inverse)

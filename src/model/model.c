@@ -48,23 +48,23 @@ dpl_status dpl_model_rope_tables(dpl_model *m, size_t n)
     const size_t half = m->config.d_rope / 2;
     if (n <= m->n_positions) return DPL_OK;
     n = DPL_MIN(DPL_MAX(n, 2 * m->n_positions), m->config.max_positions);
-    float *cos_table = dpl_alloc_array(n * half, sizeof(float)),
-          *sin_table = dpl_alloc_array(n * half, sizeof(float));
-    float *frequency = dpl_alloc_array(half, sizeof(float));
-    if (!cos_table || !sin_table || !frequency) {
-        dpl_free(cos_table), dpl_free(sin_table), dpl_free(frequency);
-        return dpl_fail(DPL_ENOMEM, "no memory for the rotary tables of %zu positions", n);
-    }
-    const double factor = dpl_rope_frequencies(&m->config, frequency);
-    for (size_t i = 0; i < n * half; i++) {
+    float *cosines = dpl_alloc_array(n * half, sizeof(float)),
+          *sines = dpl_alloc_array(n * half, sizeof(float)),
+          *frequency = dpl_alloc_array(half, sizeof(float));
+    const bool good = cosines && sines && frequency;
+    const double factor = good ? dpl_rope_frequencies(&m->config, frequency) : 0;
+    for (size_t i = 0; i < n * half && good; i++) {
         const double angle = (double)(i / half) * (double)frequency[i % half];
-        cos_table[i] = (float)(cos(angle) * factor);
-        sin_table[i] = (float)(sin(angle) * factor);
+        cosines[i] = (float)(cos(angle) * factor);
+        sines[i] = (float)(sin(angle) * factor);
     }
     dpl_ctx_wait(m->ctx);
-    dpl_free(frequency), dpl_free(m->cos), dpl_free(m->sin);
-    m->cos = cos_table;
-    m->sin = sin_table;
+    dpl_free(frequency);
+    dpl_free(good ? m->cos : cosines);
+    dpl_free(good ? m->sin : sines);
+    if (!good) return dpl_fail(DPL_ENOMEM, "no memory for the rotary tables of %zu positions", n);
+    m->cos = cosines;
+    m->sin = sines;
     m->n_positions = n;
     return DPL_OK;
 }
@@ -258,7 +258,7 @@ static void head_loss(dpl_model *m, dpl_mat h, const int32_t *targets, size_t n_
     dpl_ctx_release(m->ctx, mark);
 }
 
-/* ---- one training pass ---- */
+/* ---- one pass ---- */
 
 typedef struct mtp_pass {
     dpl_batch batch;
@@ -273,15 +273,15 @@ typedef struct mtp_pass {
 typedef struct pass {
     dpl_model *m;
     const dpl_batch *batch;
-    dpl_stream stream;
+    const dpl_loss_rule *rule;
+    bool train;
+    double xent_scale, mtp_scale;
+    float *logits_out; // (B, S, V) or NULL
     dpl_aux aux;
-    double mtp_scale;
-    dpl_mat *x;    // (L + 1): residual stream before layer 0, ..., after the last
-    size_t n_done; // of them are there
-    dpl_block_saved *blocks;
+    dpl_layers layers;
     dpl_mat final, dfinal;
     float *rstd;
-    double *sums; // device
+    double *sums; // (3, device): xent, z, squares of logits_out
     mtp_pass *mtp;
     size_t n_mtp;
 } pass;
@@ -306,12 +306,14 @@ static const char *bad_tensor(dpl_model *m, int first, int last, bool with_rest)
     return NULL;
 }
 
-// Says where a pass stopped being finite. squares (n): sums over the residual stream before layer 0,
-// 1, ... as far as the pass came. The layer that went wrong is the one whose output is the first bad
-// one; a router that met it later is not to blame. Where all are good the error text that is there
-// stands, unless a tensor explains it.
-static dpl_status explain_not_finite(dpl_model *m, const double *squares, size_t n)
+// Says where a pass stopped being finite. The layer that went wrong is the one whose output is the
+// first bad one; a router that met it later is not to blame. Where all are good the error text that
+// is there stands, unless a tensor explains it.
+static dpl_status explain_not_finite(dpl_model *m, const dpl_layers *layers)
 {
+    const size_t n = layers->n_done;
+    double *squares = dpl_ctx_alloc(m->ctx, n * sizeof *squares);
+    dpl_ctx_read(m->ctx, squares, layers->squares, n * sizeof *squares);
     size_t i = 0;
     while (i < n && isfinite(squares[i]))
         i++;
@@ -325,17 +327,6 @@ static dpl_status explain_not_finite(dpl_model *m, const double *squares, size_t
     return dpl_fail(DPL_ENUMERIC, "the output of layer %d is not finite%s%s", layer, nor, tensor);
 }
 
-static dpl_status explain_pass(const pass *p)
-{
-    dpl_model *m = p->m;
-    double *device = dpl_ctx_alloc(m->ctx, p->n_done * sizeof *device);
-    double *squares = dpl_ctx_alloc(m->ctx, p->n_done * sizeof *squares);
-    for (size_t i = 0; i < p->n_done; i++)
-        dpl_sum_squares(m->ctx, p->x[i].p, p->stream.n_tokens * m->config.d, &device[i]);
-    dpl_ctx_read(m->ctx, squares, device, p->n_done * sizeof *squares);
-    return explain_not_finite(m, squares, p->n_done);
-}
-
 static void count_experts(const pass *p, size_t layer, const dpl_moe_saved *saved,
                           dpl_loss_sums *sums)
 {
@@ -346,24 +337,25 @@ static void count_experts(const pass *p, size_t layer, const dpl_moe_saved *save
     sums->router_z += saved->aux[1];
 }
 
-static dpl_status layers_forward(pass *p, dpl_loss_sums *sums)
+dpl_status dpl_layers_forward(dpl_model *m, const int32_t *ids, dpl_layers *l)
 {
-    dpl_model *m = p->m;
-    const size_t L = m->config.n_layers, T = p->stream.n_tokens, D = m->config.d;
-    p->x[0] = embed(m, p->batch->ids, T);
-    p->n_done = 1;
-    dpl_probe_mat(m, "hidden.embed", -1, &p->stream, p->x[0], D);
-    for (size_t i = 0; i < L; i++) {
-        p->x[i + 1] = dpl_act_alloc(m, T, D, true);
-        DPL_TRY(dpl_block_forward(m, (int)i, &p->stream, &p->aux, NULL, p->x[i], p->x[i + 1],
-                                  &p->blocks[i]));
-        p->n_done = i + 2;
-        if (dpl_model_layer_is_moe(&m->config, i)) count_experts(p, i, &p->blocks[i].moe, sums);
-        dpl_probe_mat(m, "hidden", (int)i, &p->stream, p->x[i + 1], D);
+    const size_t L = m->config.n_layers, T = l->stream.n_tokens, D = m->config.d;
+    l->x = dpl_ctx_alloc(m->ctx, (L + 1) * sizeof *l->x);
+    l->squares = dpl_ctx_alloc(m->ctx, (L + 1) * sizeof *l->squares);
+    l->x[0] = embed(m, ids, T);
+    dpl_probe_mat(m, "hidden.embed", -1, &l->stream, l->x[0], D);
+    for (size_t i = 0; i <= L; i++) {
+        dpl_sum_squares(m->ctx, l->x[i].p, T * D, &l->squares[i]);
+        l->n_done = i + 1;
+        if (i > 0) dpl_probe_mat(m, "hidden", (int)i - 1, &l->stream, l->x[i], D);
+        if (i == L) break;
+        dpl_block_saved unused;
+        l->x[i + 1] = l->blocks || i == 0 ? dpl_act_alloc(m, T, D, true) : l->x[i - 1];
+        const size_t mark = dpl_ctx_mark(m->ctx);
+        DPL_TRY(dpl_block_forward(m, (int)i, &l->stream, l->aux, l->caches ? &l->caches[i] : NULL,
+                                  l->x[i], l->x[i + 1], l->blocks ? &l->blocks[i] : &unused));
+        if (!l->blocks) dpl_ctx_release(m->ctx, mark);
     }
-    p->final = dpl_act_alloc(m, T, D, false);
-    p->rstd = dpl_norm_forward(m, -1, DPL_P_FINAL_NORM, p->x[L], T, p->final);
-    dpl_probe_mat(m, "hidden.final", -1, &p->stream, p->final, D);
     return DPL_OK;
 }
 
@@ -395,7 +387,7 @@ static dpl_status mtp_forward(pass *p, size_t depth, dpl_loss_sums *sums)
     const int layer = (int)(m->config.n_layers + depth - 1);
     const size_t D = m->config.d;
     mtp_pass *t = &p->mtp[depth - 1];
-    t->batch = shift_batch(m, p->batch, &p->stream, depth);
+    t->batch = shift_batch(m, p->batch, &p->layers.stream, depth);
     t->stream = stream_of(m, &t->batch);
     t->aux = p->aux;
     t->aux.n_seq = t->stream.n_seq;
@@ -455,14 +447,15 @@ static dpl_status mtp_backward(pass *p, size_t depth)
 static dpl_status backward(pass *p)
 {
     dpl_model *m = p->m;
-    const size_t L = m->config.n_layers, T = p->stream.n_tokens, D = m->config.d;
+    const dpl_layers *l = &p->layers;
+    const size_t L = m->config.n_layers, T = l->stream.n_tokens, D = m->config.d;
     for (size_t depth = p->n_mtp; depth > 0; depth--)
         DPL_TRY(mtp_backward(p, depth));
     const dpl_mat dx = dpl_act_alloc(m, T, D, true);
-    dpl_norm_backward(m, -1, DPL_P_FINAL_NORM, p->dfinal, p->x[L], p->rstd, T, dx, false);
+    dpl_norm_backward(m, -1, DPL_P_FINAL_NORM, p->dfinal, l->x[L], p->rstd, T, dx, false);
     for (size_t i = L; i-- > 0;) {
-        dpl_probe_mat(m, "dhidden", (int)i, &p->stream, dx, D);
-        DPL_TRY(dpl_block_backward(m, (int)i, &p->stream, &p->aux, &p->blocks[i], dx));
+        dpl_probe_mat(m, "dhidden", (int)i, &l->stream, dx, D);
+        DPL_TRY(dpl_block_backward(m, (int)i, &l->stream, &p->aux, &l->blocks[i], dx));
     }
     embed_backward(m, dx, p->batch->ids, T);
     return DPL_OK;
@@ -470,73 +463,102 @@ static dpl_status backward(pass *p)
 
 static dpl_status read_sums(const pass *p, dpl_loss_sums *sums)
 {
-    double pair[2];
-    dpl_ctx_read(p->m->ctx, pair, p->sums, sizeof pair);
-    sums->xent = pair[0];
-    sums->z = pair[1];
+    double main[3], mtp[2];
+    dpl_ctx_read(p->m->ctx, main, p->sums, sizeof main);
+    sums->xent = main[0];
+    sums->z = main[1];
     for (size_t i = 0; i < p->n_mtp; i++) {
-        dpl_ctx_read(p->m->ctx, pair, p->mtp[i].sums, sizeof pair);
-        sums->mtp_xent += pair[0];
+        dpl_ctx_read(p->m->ctx, mtp, p->mtp[i].sums, sizeof mtp);
+        sums->mtp_xent += mtp[0];
         sums->mtp_tokens += count_targets(&p->mtp[i].batch);
     }
     const double all = sums->xent + sums->z + sums->mtp_xent + sums->balance + sums->router_z;
-    if (isfinite(all)) return DPL_OK;
-    return dpl_fail(DPL_ENUMERIC, "the loss is not finite, all layers' outputs are");
+    if (isfinite(all + main[2])) return DPL_OK;
+    return dpl_fail(DPL_ENUMERIC, "the %s not finite, all layers' outputs are",
+                    p->train ? "loss is" : "logits are");
 }
 
-static dpl_status run_pass(pass *p, const dpl_loss_rule *rule, double xent_scale,
-                           dpl_loss_sums *sums)
+static dpl_status run_pass(pass *p, dpl_loss_sums *sums)
 {
     dpl_model *m = p->m;
-    const size_t L = m->config.n_layers, T = p->stream.n_tokens, D = m->config.d;
-    p->x = dpl_ctx_alloc(m->ctx, (L + 1) * sizeof *p->x);
-    p->blocks = dpl_ctx_alloc(m->ctx, L * sizeof *p->blocks);
-    p->n_mtp = DPL_MIN(m->config.n_mtp, p->batch->n_seq - 1);
-    p->mtp = dpl_ctx_alloc(m->ctx, p->n_mtp * sizeof *p->mtp);
-    p->sums = dpl_ctx_alloc(m->ctx, 2 * sizeof(double));
-    DPL_TRY(layers_forward(p, sums));
-    p->dfinal = dpl_act_alloc(m, T, D, true);
-    float *token_loss = dpl_ctx_alloc(m->ctx, T * sizeof(float));
-    head_loss(m, p->final, p->batch->targets, T, (float)rule->z_weight, (float)xent_scale,
-              p->sums, p->dfinal, token_loss);
-    probe_loss(m, "logits", "token_loss", &p->stream, p->final, token_loss);
+    const dpl_stream *s = &p->layers.stream;
+    const size_t L = m->config.n_layers, T = s->n_tokens, D = m->config.d;
+    float *token_loss = NULL;
+    if (p->train) {
+        p->layers.aux = &p->aux;
+        p->layers.blocks = dpl_ctx_alloc(m->ctx, L * sizeof *p->layers.blocks);
+        p->n_mtp = DPL_MIN(m->config.n_mtp, s->n_seq - 1);
+        p->mtp = dpl_ctx_alloc(m->ctx, p->n_mtp * sizeof *p->mtp);
+        p->dfinal = dpl_act_alloc(m, T, D, true);
+        token_loss = dpl_ctx_alloc(m->ctx, T * sizeof(float));
+    }
+    p->sums = dpl_ctx_alloc(m->ctx, 3 * sizeof(double));
+    dpl_zero(m->ctx, p->sums, 3 * sizeof(double));
+    DPL_TRY(dpl_layers_forward(m, p->batch->ids, &p->layers));
+    for (size_t i = m->config.n_dense; i < L && p->train; i++)
+        count_experts(p, i, &p->layers.blocks[i].moe, sums);
+    p->final = dpl_act_alloc(m, T, D, false);
+    p->rstd = dpl_norm_forward(m, -1, DPL_P_FINAL_NORM, p->layers.x[L], T, p->final);
+    dpl_probe_mat(m, "hidden.final", -1, s, p->final, D);
+    if (p->logits_out) {
+        head_logits(m, p->final, T, p->logits_out);
+        dpl_sum_squares(m->ctx, p->logits_out, T * m->config.vocab, &p->sums[2]);
+    }
+    if (p->batch->targets)
+        head_loss(m, p->final, p->batch->targets, T, (float)p->rule->z_weight,
+                  (float)p->xent_scale, p->sums, p->dfinal, token_loss);
+    if (p->train) probe_loss(m, "logits", "token_loss", s, p->final, token_loss);
     for (size_t depth = 1; depth <= p->n_mtp; depth++)
         DPL_TRY(mtp_forward(p, depth, sums));
     DPL_TRY(read_sums(p, sums));
-    return backward(p);
+    return p->train ? backward(p) : DPL_OK;
 }
 
 static dpl_aux aux_of(const dpl_model *m, const dpl_loss_rule *rule, double dscale,
-                      const dpl_stream *s)
+                      const dpl_batch *b)
 {
     const dpl_model_config *c = &m->config;
     const double n_moe = c->n_experts ? (double)(c->n_layers - c->n_dense + c->n_mtp) : 1;
     // Megatron's balance loss is a sum over layers, the others are means.
     const double balance = rule->balance == DPL_BALANCE_MEGATRON ? 1 : n_moe;
-    return (dpl_aux){.kind = rule->balance, .dscale = (float)dscale, .n_batch = s->n_batch,
-                     .n_seq = s->n_seq, .balance_weight = (float)(rule->balance_weight / balance),
+    return (dpl_aux){.kind = rule->balance, .dscale = (float)dscale, .n_batch = b->n_batch,
+                     .n_seq = b->n_seq, .balance_weight = (float)(rule->balance_weight / balance),
                      .z_weight = (float)(rule->router_z_weight / n_moe)};
+}
+
+static dpl_status run_batch(pass *p, dpl_loss_sums *sums_out)
+{
+    dpl_model *m = p->m;
+    size_t n_positions = 0;
+    DPL_TRY(check_batch(m, p->batch, &n_positions));
+    DPL_TRY(dpl_model_rope_tables(m, n_positions));
+    const size_t mark = dpl_ctx_mark(m->ctx);
+    p->layers.stream = stream_of(m, p->batch);
+    dpl_loss_sums sums = {.n_tokens = count_targets(p->batch)};
+    dpl_status status = run_pass(p, &sums);
+    if (status == DPL_ENUMERIC) status = explain_not_finite(m, &p->layers);
+    dpl_ctx_release(m->ctx, mark);
+    dpl_ctx_wait(m->ctx);
+    if (status == DPL_OK && sums_out) *sums_out = sums;
+    return status;
 }
 
 dpl_status dpl_model_train_micro(dpl_model *m, const dpl_batch *batch, const dpl_loss_rule *rule,
                                  double xent_scale, double mtp_scale, double aux_scale,
                                  dpl_loss_sums *sums_out)
 {
-    size_t n_positions;
-    DPL_TRY(check_batch(m, batch, &n_positions));
     if (!batch->targets) return dpl_fail(DPL_EINVAL, "a training batch needs targets");
     if (!m->params.grad) return dpl_fail(DPL_EINVAL, "dpl_model_begin_training() was not called");
-    DPL_TRY(dpl_model_rope_tables(m, n_positions));
-    const size_t mark = dpl_ctx_mark(m->ctx);
-    pass p = {.m = m, .batch = batch, .stream = stream_of(m, batch), .mtp_scale = mtp_scale};
-    p.aux = aux_of(m, rule, aux_scale, &p.stream);
-    dpl_loss_sums sums = {.n_tokens = count_targets(batch)};
-    dpl_status status = run_pass(&p, rule, xent_scale, &sums);
-    if (status == DPL_ENUMERIC) status = explain_pass(&p);
-    dpl_ctx_release(m->ctx, mark);
-    dpl_ctx_wait(m->ctx);
-    if (status == DPL_OK) *sums_out = sums;
-    return status;
+    pass p = {.m = m, .batch = batch, .rule = rule, .train = true, .xent_scale = xent_scale,
+              .mtp_scale = mtp_scale, .aux = aux_of(m, rule, aux_scale, batch)};
+    return run_batch(&p, sums_out);
+}
+
+dpl_status dpl_model_evaluate(dpl_model *m, const dpl_batch *batch, const dpl_loss_rule *rule,
+                              float *logits_out, dpl_loss_sums *sums_out)
+{
+    pass p = {.m = m, .batch = batch, .rule = rule, .logits_out = logits_out};
+    return run_batch(&p, sums_out);
 }
 
 void dpl_model_head(dpl_model *m, dpl_mat x, size_t n_rows, float *logits)
@@ -544,80 +566,6 @@ void dpl_model_head(dpl_model *m, dpl_mat x, size_t n_rows, float *logits)
     const dpl_mat y = dpl_act_alloc(m, n_rows, m->config.d, false);
     dpl_norm_forward(m, -1, DPL_P_FINAL_NORM, x, n_rows, y);
     head_logits(m, y, n_rows, logits);
-}
-
-/* ---- evaluation ---- */
-
-dpl_status dpl_layers_evaluate(dpl_model *m, const dpl_stream *s, const int32_t *ids,
-                               const dpl_mla_cache *caches, double *squares, size_t *n_out,
-                               dpl_mat *x_out)
-{
-    const size_t n = s->n_tokens * m->config.d;
-    dpl_mat x = embed(m, ids, s->n_tokens), y = dpl_act_alloc(m, s->n_tokens, m->config.d, true);
-    if (squares) dpl_sum_squares(m->ctx, x.p, n, &squares[0]);
-    *n_out = 1;
-    for (size_t i = 0; i < m->config.n_layers; i++) {
-        dpl_block_saved saved;
-        const size_t mark = dpl_ctx_mark(m->ctx);
-        const dpl_mla_cache *cache = caches ? &caches[i] : NULL;
-        DPL_TRY(dpl_block_forward(m, (int)i, s, NULL, cache, x, y, &saved));
-        dpl_ctx_release(m->ctx, mark);
-        if (squares) dpl_sum_squares(m->ctx, y.p, n, &squares[i + 1]);
-        *n_out = i + 2;
-        const dpl_mat swap = x;
-        x = y;
-        y = swap;
-    }
-    *x_out = x;
-    return DPL_OK;
-}
-
-static dpl_status evaluate(dpl_model *m, const dpl_batch *batch, const dpl_loss_rule *rule,
-                           float *logits_out, dpl_loss_sums *sums)
-{
-    const dpl_stream s = stream_of(m, batch);
-    const size_t T = s.n_tokens, D = m->config.d, L = m->config.n_layers;
-    double *device = dpl_ctx_alloc(m->ctx, (L + 4) * sizeof *device);
-    double *host = dpl_ctx_alloc(m->ctx, (L + 4) * sizeof *host);
-    size_t n;
-    dpl_mat x;
-    const dpl_status status = dpl_layers_evaluate(m, &s, batch->ids, NULL, device, &n, &x);
-    if (status == DPL_ENUMERIC) {
-        dpl_ctx_read(m->ctx, host, device, n * sizeof *host);
-        return explain_not_finite(m, host, n);
-    }
-    if (status != DPL_OK) return status;
-    dpl_zero(m->ctx, device + n, 3 * sizeof *device);
-    const dpl_mat final = dpl_act_alloc(m, T, D, false);
-    dpl_norm_forward(m, -1, DPL_P_FINAL_NORM, x, T, final);
-    if (logits_out) {
-        head_logits(m, final, T, logits_out);
-        dpl_sum_squares(m->ctx, logits_out, T * m->config.vocab, device + n);
-    }
-    if (batch->targets)
-        head_loss(m, final, batch->targets, T, (float)rule->z_weight, 0, device + n + 1,
-                  (dpl_mat){0}, NULL);
-    dpl_ctx_read(m->ctx, host, device, (n + 3) * sizeof *host);
-    sums->xent = host[n + 1];
-    sums->z = host[n + 2];
-    if (isfinite(host[n] + host[n + 1] + host[n + 2])) return DPL_OK;
-    dpl_fail(DPL_ENUMERIC, "the logits are not finite, all layers' outputs are");
-    return explain_not_finite(m, host, n);
-}
-
-dpl_status dpl_model_evaluate(dpl_model *m, const dpl_batch *batch, const dpl_loss_rule *rule,
-                              float *logits_out, dpl_loss_sums *sums_out)
-{
-    size_t n_positions;
-    DPL_TRY(check_batch(m, batch, &n_positions));
-    DPL_TRY(dpl_model_rope_tables(m, n_positions));
-    const size_t mark = dpl_ctx_mark(m->ctx);
-    dpl_loss_sums sums = {.n_tokens = count_targets(batch)};
-    const dpl_status status = evaluate(m, batch, rule, logits_out, &sums);
-    dpl_ctx_release(m->ctx, mark);
-    dpl_ctx_wait(m->ctx);
-    if (status == DPL_OK && sums_out) *sums_out = sums;
-    return status;
 }
 
 /* ---- after the optimizer step ---- */

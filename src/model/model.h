@@ -1,11 +1,11 @@
 /*
  * model.h - the transformer around the MoE layer: configuration, parameters, passes, loss.
  *
- * The model is deepseek_v3 of Hugging Face transformers: RMSNorm, MLA, leading dense layers, sigmoid
- * router with bias and groups, shared experts, multi-token prediction. Files, in the order of use:
- *   config.c   sizes, config.json, FLOPs      params.c  tensors, memory, initial values, disk names
- *   weights.c  model directories              mla.c     attention block    block.c  one decoder layer
- *   model.c    the stack, loss, backward      decode.c  one token at a time with a latent cache
+ * The model is deepseek_v3 of Hugging Face transformers: RMSNorm, MLA, leading dense layers,
+ * sigmoid router with bias and groups, shared experts, multi-token prediction. Files in order of use:
+ *   config.c   sizes, config.json, FLOPs    params.c  tensors, memory, initial values, names
+ *   weights.c  model directories            mla.c     attention block     block.c  one layer
+ *   model.c    the stack, loss, backward    decode.c  one token at a time with a latent cache
  */
 #ifndef DPL_MODEL_H
 #define DPL_MODEL_H
@@ -73,6 +73,7 @@ typedef struct dpl_param {
     bool interleaved;      // gate_up: columns of gate and up alternate by 16
     size_t n_groups, n, k; // gate_up: n = 2 * round_up(F, 16). A vector: 1, 1, its length
     size_t offset, elems;  // in the flat arrays, padding included; offset a multiple of 16
+    size_t disk;           // index of its first tensor on disk
     double fan_in;         // 0: a norm (ones) or a bias (zeros)
     bool ones;
 } dpl_param;

@@ -49,7 +49,7 @@ static void add_param(dpl_model *m, int layer, const spec *r)
     *param = (dpl_param){.id = r->id, .layer = layer, .in_panels = panels,
                          .interleaved = r->kind == GATE_UP, .n_groups = r->n_groups,
                          .n = r->kind == GATE_UP ? dpl_gate_up_width(r->n) : r->n, .k = r->k,
-                         .offset = p->elems, .ones = r->kind == NORM};
+                         .offset = p->elems, .disk = m->n_disk, .ones = r->kind == NORM};
     param->fan_in = panels ? (double)r->k : r->kind == ROWS;
     param->elems = panels ? r->n_groups * dpl_panel_elems(param->n, r->k) : r->n * r->k;
     p->elems += dpl_round_up(param->elems, DPL_ALIGN / sizeof(float));
@@ -129,16 +129,10 @@ static void build_table(dpl_model *m)
 
 void dpl_param_name(const dpl_model *model, const dpl_param *param, char *text, size_t size)
 {
-    for (size_t i = 0; i < model->n_disk; i++) {
-        const dpl_disk_tensor *t = &model->disk[i];
-        if (t->param != param || t->copy_of_shared) continue;
-        const char *more = param->n_groups > 1  ? " and the other experts'"
-                           : param->interleaved ? " and up_proj"
-                                                : "";
-        snprintf(text, size, "%s%s", t->name, more);
-        return;
-    }
-    snprintf(text, size, "(unnamed)");
+    const char *more = param->n_groups > 1  ? " and the other experts'"
+                       : param->interleaved ? " and up_proj"
+                                            : "";
+    snprintf(text, size, "%s%s", model->disk[param->disk].name, more);
 }
 
 /* ---- memory ---- */
@@ -223,28 +217,26 @@ static size_t slice_row(const dpl_disk_tensor *t, size_t r, size_t *step_out)
 
 static size_t slice_rows(const dpl_disk_tensor *t)
 {
-    return t->rank == 2 ? (size_t)t->shape[0] : 1;
+    return dpl_disk_elems(t) / t->param->k;
 }
 
 void dpl_disk_gather(const dpl_disk_tensor *t, const float *flat, float *values)
 {
-    const size_t k = t->param->k;
+    size_t step;
     for (size_t r = 0; r < slice_rows(t); r++) {
-        size_t step;
         const float *src = flat + slice_row(t, r, &step);
-        for (size_t i = 0; i < k; i++)
-            values[r * k + i] = src[i * step];
+        for (size_t i = 0; i < t->param->k; i++)
+            *values++ = src[i * step];
     }
 }
 
 void dpl_disk_scatter(const dpl_disk_tensor *t, float *flat, const float *values)
 {
-    const size_t k = t->param->k;
+    size_t step;
     for (size_t r = 0; r < slice_rows(t); r++) {
-        size_t step;
         float *dst = flat + slice_row(t, r, &step);
-        for (size_t i = 0; i < k; i++)
-            dst[i * step] = values[r * k + i];
+        for (size_t i = 0; i < t->param->k; i++)
+            dst[i * step] = *values++;
     }
 }
 

@@ -50,23 +50,22 @@ static dpl_status check_shape(const dpl_disk_tensor *want, const dpl_st_tensor *
                     (long long)want->shape[1]);
 }
 
-// values and other: as large as the tensor. A copy must equal what it repeats.
-static dpl_status read_tensor(dpl_model *m, const dpl_disk_tensor *want, const dpl_st_tensor *got,
-                              const char *file, float *values, float *other)
+// Into the same slice of `flat`. values, other: as large as the tensor. A copy must equal what it
+// repeats.
+static dpl_status read_tensor(const dpl_disk_tensor *want, const dpl_st_tensor *got,
+                              const char *file, float *flat, float *values, float *other)
 {
     DPL_TRY(check_shape(want, got, file));
     const size_t n = dpl_disk_elems(want);
     const dpl_status status = dpl_st_read_f32(got, 0, n, want->bias ? want->bias : values);
     if (status != DPL_OK) return dpl_fail_in(status, "%s", file);
-    if (want->bias) return DPL_OK;
-    if (!want->copy_of_shared) {
-        dpl_disk_scatter(want, m->params.master, values);
-        return DPL_OK;
-    }
-    dpl_disk_gather(want, m->params.master, other);
-    if (memcmp(values, other, n * sizeof(float)) == 0) return DPL_OK;
-    return dpl_fail(DPL_EFORMAT, "%s: \"%s\" differs from the embedding or head that it must repeat",
-                    file, got->name);
+    if (want->copy_of_shared)
+        dpl_disk_gather(want, flat, other);
+    else if (!want->bias)
+        dpl_disk_scatter(want, flat, values);
+    if (!want->copy_of_shared || memcmp(values, other, n * sizeof(float)) == 0) return DPL_OK;
+    return dpl_fail(DPL_EFORMAT, "%s: \"%s\" differs from the embedding or head that it must "
+                    "repeat", file, got->name);
 }
 
 static int compare_names(const void *a, const void *b)
@@ -160,7 +159,7 @@ static dpl_status check_tied_head(dpl_model *m, const dpl_shards *shards, float 
     if (!head) return DPL_OK;
     dpl_disk_tensor want = m->disk[0]; // the embedding stands first
     want.copy_of_shared = true;
-    return read_tensor(m, &want, head, file, values, other);
+    return read_tensor(&want, head, file, m->params.master, values, other);
 }
 
 // Copies come last: what they repeat must be there.
@@ -171,7 +170,7 @@ static dpl_status read_all(dpl_model *m, const dpl_shards *shards, float *values
             const char *file;
             const dpl_st_tensor *got = dpl_shards_find(shards, m->disk[i].name, &file);
             if (got && m->disk[i].copy_of_shared == (copies == 1))
-                DPL_TRY(read_tensor(m, &m->disk[i], got, file, values, other));
+                DPL_TRY(read_tensor(&m->disk[i], got, file, m->params.master, values, other));
         }
     return check_tied_head(m, shards, values, other);
 }
@@ -192,35 +191,77 @@ dpl_status dpl_model_load(dpl_model *m, const char *dir)
     return status;
 }
 
-/* ---- writing ---- */
+/* ---- tensors of files, for the model and for flat arrays (moments) ---- */
 
-typedef struct fill_arg {
-    dpl_model *model;
-    float *values;
+typedef struct slot {
+    const dpl_disk_tensor *t;
+    float *flat;
+    char name[192];
+} slot;
+
+typedef struct slots {
+    size_t n;
+    slot *at;
+    dpl_st_tensor *tensors;
+    float *values; // as large as the largest tensor
     uint16_t *halves;
-    const dpl_st_tensor *tensors;
-} fill_arg;
+} slots;
 
-static dpl_status fill_model(void *p, size_t i, dpl_st_writer *writer)
+static void close_slots(slots *s)
 {
-    const fill_arg *arg = p;
-    const dpl_disk_tensor *t = &arg->model->disk[i];
-    const size_t n = dpl_disk_elems(t);
-    if (t->bias) return dpl_st_append(writer, t->bias, n * sizeof(float));
-    dpl_disk_gather(t, arg->model->params.master, arg->values);
-    if (arg->tensors[i].dtype == DPL_ST_F32)
-        return dpl_st_append(writer, arg->values, n * sizeof(float));
-    for (size_t j = 0; j < n; j++)
-        arg->halves[j] = dpl_f32_to_bf16(arg->values[j]);
-    return dpl_st_append(writer, arg->halves, n * sizeof(uint16_t));
+    dpl_free(s->at);
+    dpl_free(s->tensors);
+    dpl_free(s->values);
+    dpl_free(s->halves);
+    *s = (slots){0};
 }
 
-static void describe(const dpl_disk_tensor *t, const char *name, dpl_st_dtype dtype,
-                     dpl_st_tensor *out)
+static void add_slot(slots *s, const dpl_disk_tensor *t, const char *prefix, float *flat,
+                     dpl_st_dtype dtype)
 {
-    *out = (dpl_st_tensor){.name = name, .dtype = dtype, .rank = t->rank,
-                           .shape = {t->shape[0], t->shape[1]},
-                           .bytes = dpl_disk_elems(t) * dpl_st_dtype_bytes(dtype)};
+    slot *at = &s->at[s->n];
+    at->t = t;
+    at->flat = flat;
+    snprintf(at->name, sizeof at->name, "%s%s", prefix, t->name);
+    s->tensors[s->n++] = (dpl_st_tensor){.name = at->name, .dtype = dtype, .rank = t->rank,
+                                         .shape = {t->shape[0], t->shape[1]},
+                                         .bytes = dpl_disk_elems(t) * dpl_st_dtype_bytes(dtype)};
+}
+
+// prefixes NULL: the whole model, else of each flat array what the optimizer knows.
+static dpl_status open_slots(dpl_model *m, const char *const *prefixes, float *const *flats,
+                             size_t n_flats, dpl_dtype dtype, slots *s)
+{
+    const size_t n = m->n_disk * n_flats, elems = largest_elems(m);
+    *s = (slots){0, dpl_alloc_array(n, sizeof *s->at), dpl_alloc_array(n, sizeof *s->tensors),
+                 dpl_alloc_array(elems, sizeof(float)), dpl_alloc_array(elems, sizeof(uint16_t))};
+    if (!s->at || !s->tensors || !s->values || !s->halves) {
+        close_slots(s);
+        return dpl_fail(DPL_ENOMEM, "no memory for %zu tensors of up to %zu elements", n, elems);
+    }
+    for (size_t i = 0; i < n; i++) {
+        const dpl_disk_tensor *t = &m->disk[i % m->n_disk];
+        if (prefixes && (!t->param || t->copy_of_shared)) continue;
+        // The router and its bias choose experts: they stay fp32, as transformers keeps them.
+        const bool f32 = dtype == DPL_F32 || t->bias || t->param->id == DPL_P_ROUTER;
+        add_slot(s, t, prefixes ? prefixes[i / m->n_disk] : "", flats[i / m->n_disk],
+                 f32 ? DPL_ST_F32 : DPL_ST_BF16);
+    }
+    dpl_ctx_wait(m->ctx);
+    return DPL_OK;
+}
+
+static dpl_status write_slot(void *arg, size_t i, dpl_st_writer *writer)
+{
+    const slots *s = arg;
+    const dpl_disk_tensor *t = s->at[i].t;
+    if (t->bias) return dpl_st_append(writer, t->bias, s->tensors[i].bytes);
+    dpl_disk_gather(t, s->at[i].flat, s->values);
+    if (s->tensors[i].dtype == DPL_ST_F32)
+        return dpl_st_append(writer, s->values, s->tensors[i].bytes);
+    for (size_t j = 0; j < dpl_disk_elems(t); j++)
+        s->halves[j] = dpl_f32_to_bf16(s->values[j]);
+    return dpl_st_append(writer, s->halves, s->tensors[i].bytes);
 }
 
 static dpl_status write_config(const dpl_model *m, const char *dir, dpl_dtype dtype)
@@ -236,114 +277,48 @@ static dpl_status write_config(const dpl_model *m, const char *dir, dpl_dtype dt
 
 dpl_status dpl_model_save(dpl_model *m, const char *dir, dpl_dtype dtype, size_t shard_bytes)
 {
-    const size_t n = largest_elems(m);
-    dpl_st_tensor *tensors = dpl_alloc_array(m->n_disk, sizeof *tensors);
-    fill_arg arg = {m, dpl_alloc_array(n, sizeof(float)), dpl_alloc_array(n, sizeof(uint16_t)),
-                    tensors};
-    dpl_status status = tensors && arg.values && arg.halves
-                            ? write_config(m, dir, dtype)
-                            : dpl_fail(DPL_ENOMEM, "no memory to write tensors of %zu elements", n);
-    for (size_t i = 0; i < m->n_disk && status == DPL_OK; i++) {
-        const dpl_disk_tensor *t = &m->disk[i];
-        // The router and its bias choose experts: they stay fp32, as transformers keeps them.
-        const bool f32 = dtype == DPL_F32 || t->bias || t->param->id == DPL_P_ROUTER;
-        describe(t, t->name, f32 ? DPL_ST_F32 : DPL_ST_BF16, &tensors[i]);
-    }
-    dpl_ctx_wait(m->ctx);
+    slots s;
+    DPL_TRY(open_slots(m, NULL, &m->params.master, 1, dtype, &s));
+    dpl_status status = write_config(m, dir, dtype);
     if (status == DPL_OK)
-        status = dpl_shards_write(dir, tensors, m->n_disk, shard_bytes, fill_model, &arg);
-    dpl_free(arg.values);
-    dpl_free(arg.halves);
-    dpl_free(tensors);
-    return status;
-}
-
-/* ---- flat arrays (moments) ---- */
-
-typedef struct flat_name {
-    char text[192];
-} flat_name;
-
-// The tensors of all flat arrays in order: element i is disk tensor i % n_disk of flat i / n_disk, or
-// NULL where the optimizer does not know it. Its name is a prefix and its name on disk.
-static const dpl_disk_tensor *flat_at(const dpl_model *m, const char *const *prefixes, size_t i,
-                                      flat_name *name_out)
-{
-    const dpl_disk_tensor *t = &m->disk[i % m->n_disk];
-    if (!t->param || t->copy_of_shared) return NULL;
-    snprintf(name_out->text, sizeof name_out->text, "%s%s", prefixes[i / m->n_disk], t->name);
-    return t;
-}
-
-static dpl_status write_flat(dpl_model *m, const char *path, const char *const *prefixes,
-                             float *const *flats, size_t n, flat_name *names,
-                             dpl_st_tensor *tensors, float *values)
-{
-    dpl_st_writer *writer;
-    const dpl_disk_tensor *t;
-    size_t n_tensors = 0;
-    for (size_t i = 0; i < n; i++)
-        if ((t = flat_at(m, prefixes, i, &names[i])))
-            describe(t, names[i].text, DPL_ST_F32, &tensors[n_tensors++]);
-    DPL_TRY(dpl_st_create(path, tensors, n_tensors, NULL, &writer));
-    dpl_status status = DPL_OK;
-    for (size_t i = 0; i < n && status == DPL_OK; i++) {
-        if (!(t = flat_at(m, prefixes, i, &names[i]))) continue;
-        dpl_disk_gather(t, flats[i / m->n_disk], values);
-        status = dpl_st_append(writer, values, dpl_disk_elems(t) * sizeof(float));
-    }
-    if (status == DPL_OK) status = dpl_st_finish(&writer);
-    dpl_st_abandon(&writer);
+        status = dpl_shards_write(dir, s.tensors, s.n, shard_bytes, write_slot, &s);
+    close_slots(&s);
     return status;
 }
 
 dpl_status dpl_model_save_flat(dpl_model *m, const char *path, const char *const *prefixes,
                                float *const *flats, size_t n_flats)
 {
-    const size_t n = m->n_disk * n_flats;
-    dpl_st_tensor *tensors = dpl_alloc_array(n, sizeof *tensors);
-    flat_name *names = dpl_alloc_array(n, sizeof *names);
-    float *values = dpl_alloc_array(largest_elems(m), sizeof(float));
-    dpl_ctx_wait(m->ctx);
-    const dpl_status status =
-        tensors && names && values
-            ? write_flat(m, path, prefixes, flats, n, names, tensors, values)
-            : dpl_fail(DPL_ENOMEM, "no memory to write %zu tensors", n);
-    dpl_free(tensors);
-    dpl_free(names);
-    dpl_free(values);
+    slots s;
+    dpl_st_writer *writer = NULL;
+    DPL_TRY(open_slots(m, prefixes, flats, n_flats, DPL_F32, &s));
+    dpl_status status = dpl_st_create(path, s.tensors, s.n, NULL, &writer);
+    for (size_t i = 0; i < s.n && status == DPL_OK; i++)
+        status = write_slot(&s, i, writer);
+    if (status == DPL_OK) status = dpl_st_finish(&writer);
+    dpl_st_abandon(&writer);
+    close_slots(&s);
     return status;
 }
 
-static dpl_status read_flat(dpl_model *m, const dpl_st_file *file, const char *const *prefixes,
-                            float *const *flats, size_t n, float *values)
+static dpl_status read_slot(const slot *at, const dpl_st_file *file, float *values)
 {
-    for (size_t i = 0; i < n; i++) {
-        flat_name name;
-        const dpl_disk_tensor *t = flat_at(m, prefixes, i, &name);
-        if (!t) continue;
-        const dpl_st_tensor *got = dpl_st_find(file, name.text);
-        if (!got)
-            return dpl_fail(DPL_EFORMAT, "%s: tensor \"%s\" is missing", dpl_st_path(file),
-                            name.text);
-        DPL_TRY(check_shape(t, got, dpl_st_path(file)));
-        DPL_TRY(dpl_st_read_f32(got, 0, dpl_disk_elems(t), values));
-        dpl_disk_scatter(t, flats[i / m->n_disk], values);
-    }
-    return DPL_OK;
+    const char *path = dpl_st_path(file);
+    const dpl_st_tensor *got = dpl_st_find(file, at->name);
+    if (got) return read_tensor(at->t, got, path, at->flat, values, NULL);
+    return dpl_fail(DPL_EFORMAT, "%s: tensor \"%s\" is missing", path, at->name);
 }
 
 dpl_status dpl_model_load_flat(dpl_model *m, const char *path, const char *const *prefixes,
                                float *const *flats, size_t n_flats)
 {
     dpl_st_file *file;
+    slots s;
     DPL_TRY(dpl_st_open(path, &file));
-    const size_t n = largest_elems(m);
-    float *values = dpl_alloc_array(n, sizeof(float));
-    const dpl_status status =
-        values ? read_flat(m, file, prefixes, flats, m->n_disk * n_flats, values)
-               : dpl_fail(DPL_ENOMEM, "no memory for a tensor of %zu elements", n);
-    dpl_free(values);
+    dpl_status status = open_slots(m, prefixes, flats, n_flats, DPL_F32, &s);
+    for (size_t i = 0; status == DPL_OK && i < s.n; i++)
+        status = read_slot(&s.at[i], file, s.values);
+    close_slots(&s);
     dpl_st_close(&file);
     return status;
 }
