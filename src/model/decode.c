@@ -13,7 +13,6 @@ struct dpl_decoder {
     size_t max_tokens, n_tokens;
     dpl_mla_cache *cache; // (L)
     float *memory;        // everything in cache
-    float *logits;        // (V)
 };
 
 // The up-projection in row-major order, as it is multiplied in compute: rounded if the copy is.
@@ -38,9 +37,8 @@ dpl_status dpl_decoder_open(dpl_model *m, size_t max_tokens, dpl_decoder **decod
     if (d) {
         d->cache = dpl_alloc_array(c->n_layers, sizeof *d->cache);
         d->memory = dpl_alloc_array(c->n_layers * per_layer, sizeof(float));
-        d->logits = dpl_alloc_array(c->vocab, sizeof(float));
     }
-    if (!d || !d->cache || !d->memory || !d->logits) {
+    if (!d || !d->cache || !d->memory) {
         dpl_decoder_close(&d);
         return dpl_fail(DPL_ENOMEM, "no memory for a decoding cache of %zu tokens", max_tokens);
     }
@@ -61,14 +59,15 @@ void dpl_decoder_close(dpl_decoder **decoder)
     if (!decoder || !*decoder) return;
     dpl_free((*decoder)->cache);
     dpl_free((*decoder)->memory);
-    dpl_free((*decoder)->logits);
     dpl_free(*decoder);
     *decoder = NULL;
 }
 
-static dpl_status feed_block(dpl_decoder *d, const int32_t *ids, size_t n)
+// logits_out NULL: more blocks follow, whose last token's logits are wanted.
+static dpl_status feed_block(dpl_decoder *d, const int32_t *ids, size_t n, float *logits_out)
 {
     dpl_model *m = d->model;
+    const size_t V = m->config.vocab;
     int32_t *position = dpl_ctx_alloc(m->ctx, n * sizeof *position);
     for (size_t i = 0; i < n; i++)
         position[i] = (int32_t)(d->n_tokens + i);
@@ -76,7 +75,11 @@ static dpl_status feed_block(dpl_decoder *d, const int32_t *ids, size_t n)
         d->cache[i].first = d->n_tokens;
     dpl_layers l = {.stream = {1, n, n, NULL, position}, .caches = d->cache};
     DPL_TRY(dpl_layers_forward(m, ids, &l));
-    dpl_model_head(m, dpl_mat_at(l.x[m->config.n_layers], n - 1, 0), 1, d->logits);
+    d->n_tokens += n;
+    if (!logits_out) return DPL_OK;
+    float *logits = dpl_ctx_alloc(m->ctx, V * sizeof(float));
+    dpl_model_head(m, dpl_mat_at(l.x[m->config.n_layers], n - 1, 0), 1, logits);
+    dpl_ctx_read(m->ctx, logits_out, logits, V * sizeof(float));
     return DPL_OK;
 }
 
@@ -91,16 +94,14 @@ dpl_status dpl_decoder_feed(dpl_decoder *d, const int32_t *ids, size_t n, float 
         if (ids[i] < 0 || (size_t)ids[i] >= m->config.vocab)
             return dpl_fail(DPL_EINVAL, "token %zu is %d, expected 0 to %zu (vocab_size - 1)", i,
                             (int)ids[i], m->config.vocab - 1);
-    for (size_t i = 0; i < n;) {
+    for (size_t i = 0; i < n; i += PROMPT_BLOCK) {
         const size_t count = DPL_MIN(PROMPT_BLOCK, n - i), mark = dpl_ctx_mark(m->ctx);
-        const dpl_status status = feed_block(d, ids + i, count);
+        const dpl_status status =
+            feed_block(d, ids + i, count, i + count == n ? logits_out : NULL);
         dpl_ctx_wait(m->ctx);
         dpl_ctx_release(m->ctx, mark);
         if (status != DPL_OK) return status;
-        d->n_tokens += count;
-        i += count;
     }
-    memcpy(logits_out, d->logits, m->config.vocab * sizeof(float));
     return DPL_OK;
 }
 

@@ -2,7 +2,7 @@
  * model.h - the transformer around the MoE layer: configuration, parameters, passes, loss.
  *
  * The model is deepseek_v3 of Hugging Face transformers: RMSNorm, MLA, leading dense layers,
- * sigmoid router with bias and groups, shared experts, multi-token prediction. Files in order of use:
+ * sigmoid router with bias and groups, shared experts, multi-token prediction. Its files:
  *   config.c   sizes, config.json, FLOPs    params.c  tensors, memory, initial values, names
  *   weights.c  model directories            mla.c     attention block     block.c  one layer
  *   model.c    the stack, loss, backward    decode.c  one token at a time with a latent cache
