@@ -10,6 +10,7 @@
 #include "cpu/kernels.h"
 
 #define SCRATCH_BYTES ((size_t)4 << 20)
+#define STEP_BYTES_MIN ((size_t)64 << 20)
 #define QUEUE_MAX     256 // a full queue is drained: long steps need no more memory
 
 typedef struct queued_op {
@@ -40,10 +41,15 @@ dpl_status dpl_ctx_create(int n_threads, bool deferred, size_t step_bytes, dpl_c
     ctx->level = level;
     ctx->kernels = dpl_cpu_kernels(level);
     ctx->scratch_bytes = SCRATCH_BYTES;
-    if (step_bytes == 0)
-        step_bytes = 4 * (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE);
+    const bool as_much = step_bytes == 0;
+    if (as_much) step_bytes = 4 * (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE);
     dpl_status status = dpl_pool_open(n_threads, &ctx->pool);
     if (status == DPL_OK) status = dpl_arena_open(step_bytes, &ctx->arena);
+    // Batch systems limit addresses too (ulimit -v): take what there is.
+    while (status != DPL_OK && as_much && ctx->pool && step_bytes > STEP_BYTES_MIN) {
+        step_bytes /= 2;
+        status = dpl_arena_open(step_bytes, &ctx->arena);
+    }
     if (status == DPL_OK) {
         ctx->scratch = dpl_alloc_array((size_t)dpl_pool_threads(ctx->pool), SCRATCH_BYTES);
         if (deferred) ctx->queue = dpl_alloc(sizeof *ctx->queue);
