@@ -45,6 +45,7 @@ bench: all
 	build/dropless bench machine
 	build/dropless bench gemm
 	build/dropless bench layer
+	build/dropless bench step configs/bench-small.yml
 
 install: all
 	cmake --install build --prefix $(PREFIX)

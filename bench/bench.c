@@ -5,8 +5,6 @@
 
 #include "bench.h"
 
-#define RUNS_MAX 1000
-
 static const struct {
     const char *name, *keys;
     int (*run)(dpl_bench_args *args);
@@ -14,6 +12,12 @@ static const struct {
     {"machine", "threads= mbytes=", dpl_bench_run_machine},
     {"gemm", "op=forward|dgrad|wgrad|all dtype=f32|bf16 experts= rows= k= n= threads= runs=",
      dpl_bench_run_gemm},
+    {"layer",
+     "dtype=f32|bf16 experts= top_k= d= f= shared= rows= skew=balanced|zipf|hot threads= runs= "
+     "mbytes=",
+     dpl_bench_run_layer},
+    {"step", "CONFIG runs= warmup= step_profile=true, and all keys of a configuration",
+     dpl_bench_run_step},
 };
 
 const char *dpl_bench_text(dpl_bench_args *args, const char *key, const char *otherwise)
@@ -39,6 +43,20 @@ size_t dpl_bench_size(dpl_bench_args *args, const char *key, size_t otherwise)
         args->bad = true;
     }
     return (size_t)value;
+}
+
+size_t dpl_bench_choice(dpl_bench_args *args, const char *key, const char *const *choices)
+{
+    const char *text = dpl_bench_text(args, key, choices[0]);
+    for (size_t i = 0; choices[i]; ++i) {
+        if (strcmp(text, choices[i]) == 0) return i;
+    }
+    fprintf(stderr, "%s=%s: expected", key, text);
+    for (size_t i = 0; choices[i]; ++i)
+        fprintf(stderr, "%s%s", i ? "|" : " ", choices[i]);
+    fputc('\n', stderr);
+    args->bad = true;
+    return 0;
 }
 
 const char *dpl_bench_word(dpl_bench_args *args)
@@ -67,18 +85,59 @@ static int by_value(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
+double dpl_bench_middle(double *seconds, size_t n)
+{
+    qsort(seconds, n, sizeof *seconds, by_value);
+    return seconds[n / 2];
+}
+
 double dpl_bench_median(size_t runs, void (*fn)(void *arg), void *arg)
 {
-    double seconds[RUNS_MAX];
-    runs = DPL_MIN(DPL_MAX(runs, (size_t)1), (size_t)RUNS_MAX);
+    double seconds[DPL_BENCH_RUNS_MAX];
+    runs = DPL_MIN(DPL_MAX(runs, (size_t)1), (size_t)DPL_BENCH_RUNS_MAX);
     fn(arg);
     for (size_t i = 0; i < runs; ++i) {
         const double start = dpl_now();
         fn(arg);
         seconds[i] = dpl_now() - start;
     }
-    qsort(seconds, runs, sizeof *seconds, by_value);
-    return seconds[runs / 2];
+    return dpl_bench_middle(seconds, runs);
+}
+
+// Small numbers, so that no result overflows in any number of runs.
+void *dpl_bench_numbers(size_t n, dpl_dtype dtype)
+{
+    void *p = dpl_alloc_array(n, dpl_dtype_bytes(dtype));
+    for (size_t i = 0; p && i < n; ++i) {
+        const float value = (float)(i * 2654435761u % 1024) * 0x1p-20f - 0x1p-11f;
+        if (dtype == DPL_F32)
+            ((float *)p)[i] = value;
+        else
+            ((uint16_t *)p)[i] = dpl_f32_to_bf16(value);
+    }
+    return p;
+}
+
+dpl_status dpl_bench_print(json_t *row, bool json)
+{
+    char *text = row ? json_dumps(row, JSON_COMPACT | JSON_REAL_PRECISION(6)) : NULL;
+    const bool good = text != NULL;
+    const char *key;
+    json_t *value;
+    if (good && json) puts(text);
+    if (good && !json) {
+        json_object_foreach(row, key, value)
+        {
+            if (strcmp(key, "bench") != 0) printf(" %s=", key);
+            if (json_is_string(value)) fputs(json_string_value(value), stdout);
+            if (json_is_number(value)) printf("%.6g", json_number_value(value));
+        }
+        putchar('\n');
+    }
+    fflush(stdout);
+    free(text);
+    json_decref(row);
+    return good ? DPL_OK : dpl_fail(DPL_ENOMEM, "bench: no memory, or text that is not UTF-8");
 }
 
 static void usage(FILE *to)

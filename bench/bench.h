@@ -8,6 +8,8 @@
 #ifndef DPL_BENCH_H
 #define DPL_BENCH_H
 
+#include <jansson.h>
+
 #include "cpu/ops.h"
 
 // Arguments after "bench"; argv[0] is the kind. Returns the exit status: 0, 1 or 2 (usage).
@@ -20,9 +22,11 @@ typedef struct dpl_bench_args {
     uint64_t used; // bit i: argv[i] was asked for
 } dpl_bench_args;
 
-// The value of `key`, or `otherwise`. A number that is not one sets args->bad.
+// The value of `key`, or `otherwise`. A wrong one sets args->bad and says so.
 const char *dpl_bench_text(dpl_bench_args *args, const char *key, const char *otherwise);
 size_t dpl_bench_size(dpl_bench_args *args, const char *key, size_t otherwise);
+// The index of the value in a list that NULL ends; the first one is the default.
+size_t dpl_bench_choice(dpl_bench_args *args, const char *key, const char *const *choices);
 const char *dpl_bench_word(dpl_bench_args *args); // the next argument without "=", or NULL
 // False, and says so, if an argument was bad or is left over. Call after asking for all of them.
 bool dpl_bench_args_done(dpl_bench_args *args);
@@ -35,10 +39,18 @@ typedef struct dpl_bench_limits {
 dpl_status dpl_bench_machine(dpl_ctx *ctx, size_t test_bytes, dpl_bench_limits *limits_out);
 
 // Runs fn(arg) once to warm up and then `runs` times; returns the median in seconds.
+#define DPL_BENCH_RUNS_MAX 1000 // more are cut to it
 double dpl_bench_median(size_t runs, void (*fn)(void *arg), void *arg);
+double dpl_bench_middle(double *seconds, size_t n); // sorts them; n > 0
+void *dpl_bench_numbers(size_t n, dpl_dtype dtype); // for dpl_free(); NULL without memory
+
+// One line: the row as JSON, or its values after their names. Takes the row; NULL is no memory.
+dpl_status dpl_bench_print(json_t *row, bool json);
 
 // The kinds: arguments in, exit status out.
 int dpl_bench_run_machine(dpl_bench_args *args);
 int dpl_bench_run_gemm(dpl_bench_args *args);
+int dpl_bench_run_layer(dpl_bench_args *args);
+int dpl_bench_run_step(dpl_bench_args *args);
 
 #endif

@@ -12,7 +12,7 @@
 #include "cpu/kernels.h"
 
 #define CHUNK_BYTES ((size_t)1 << 20)
-#define MEMORY_RUNS 7   // the best of so many is the machine's limit
+#define MEMORY_RUNS 7 // the best of so many is the machine's limit
 
 /* ---- machine --------------------------------------------------------------------------------- */
 
@@ -124,20 +124,6 @@ static void run_op(void *arg)
     dpl_ctx_wait(b->ctx);
 }
 
-// Small numbers, so that no result overflows in any number of runs.
-static void *numbers(size_t n, dpl_dtype dtype)
-{
-    void *p = dpl_alloc_array(n, dpl_dtype_bytes(dtype));
-    for (size_t i = 0; p && i < n; ++i) {
-        const float value = (float)(i * 2654435761u % 1024) * 0x1p-20f - 0x1p-11f;
-        if (dtype == DPL_F32)
-            ((float *)p)[i] = value;
-        else
-            ((uint16_t *)p)[i] = dpl_f32_to_bf16(value);
-    }
-    return p;
-}
-
 static void report(const gemm_bench *b, const dpl_bench_limits *limits, double seconds, bool json)
 {
     const double rows = (double)(b->n_experts * b->rows),
@@ -171,9 +157,9 @@ static dpl_status make_operands(gemm_bench *b, int64_t **offsets_out)
     const size_t n_rows = b->n_experts * b->rows,
                  n_weights = b->n_experts * dpl_panel_elems(b->n, b->k);
     int64_t *offsets = dpl_alloc_array(b->n_experts + 1, sizeof *offsets);
-    b->x = (dpl_mat){numbers(n_rows * b->k, b->dtype), b->k, b->dtype};
-    b->y = (dpl_mat){numbers(n_rows * b->n, b->dtype), b->n, b->dtype};
-    b->w = (dpl_weight){numbers(n_weights, b->dtype), b->dtype, b->n_experts, b->n, b->k};
+    b->x = (dpl_mat){dpl_bench_numbers(n_rows * b->k, b->dtype), b->k, b->dtype};
+    b->y = (dpl_mat){dpl_bench_numbers(n_rows * b->n, b->dtype), b->n, b->dtype};
+    b->w = (dpl_weight){dpl_bench_numbers(n_weights, b->dtype), b->dtype, b->n_experts, b->n, b->k};
     b->dw = dpl_alloc_array(n_weights, sizeof *b->dw);
     *offsets_out = offsets;
     if (!offsets || !b->x.p || !b->y.p || !b->w.p || !b->dw)

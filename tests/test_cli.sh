@@ -89,6 +89,22 @@ run bench --help && expect 0 'machine' -
 run bench && expect 2 - 'dropless bench KIND'
 run bench no_such_kind && expect 2 - 'gemm'
 run bench gemm experts=2 rows=3 k=64 n=32 runs=1 mbytes=1 && expect 2 - 'mbytes'
+run bench layer skew=flat && expect 2 - 'skew=flat: expected balanced|zipf|hot'
+run bench layer experts=8 top_k=9 && expect 2 - 'top_k=9'
+run bench step && expect 2 - 'CONFIG is missing'
+run bench step none.yml && expect 1 - 'none.yml: No such file'
+run bench step tiny.yml learning_rte=1 && expect 2 - "'learning_rate'"
+layer="experts=4 top_k=2 d=32 f=16 rows=24 runs=1 mbytes=1 threads=2"
+for skew in "balanced 1" "zipf 1\.[0-9]+" "hot 2"; do
+    # shellcheck disable=SC2086 # several words
+    run bench layer $layer skew=${skew% *} && expect 0 "op=forward_backward .* load_max_over_mean=${skew#* } " -
+done
+number='-?[0-9.]+(e[-+][0-9]+)?'
+run bench step tiny.yml runs=2 warmup=1 threads=2 step_profile=true --json && expect 0 "^\{\"bench\":\"step\",\"config\":\"tiny.yml\",\"dtype\":\"f32\",\"threads\":2,\"median_ms\":$number,\"tokens_per_s\":$number,\"gflops\":$number,\"limit_ms\":$number,\"fraction\":$number\}$" -
+grep -c '"bench":"step_phase"' out | grep -qx 13 || bad "$last: expected a row for each of 12 phases and one for the rest"
+sed -n 's/.*"share":\([^}]*\)}/\1/p' out | awk '{ all += $1 } END { exit !(all > 0.99 && all < 1.01) }' || bad "$last: the shares do not add up to 1"
+run bench step tiny.yml dataset_path=none runs=1 warmup=0 && expect 0 'config=tiny.yml dtype=f32 .* fraction=' 'synthetic'
+[ ! -e runs ] || bad "bench step wrote a run directory"
 run train --help && expect 0 '^  learning_rate=3e-0?5' -
 run eval x && expect 2 - '--data FILE is missing'
 run eval x --data && expect 2 - '--data needs a value'
