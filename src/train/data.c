@@ -1,11 +1,9 @@
 // data.c - batches: windows of a token stream in a shuffled order, or one fixed batch.
 //
-// A window holds S tokens and the token that follows each; windows do not overlap, so every token is predicted once in
-// an epoch. The order of an epoch is a keyed permutation that is computed, not stored: a position is all that a
-// checkpoint needs to go on. The last part of the tokens is kept for evaluation unless it has data of its own.
-#include <math.h>
-#include <stdio.h>
-
+// A window holds S tokens and the token that follows each; windows do not overlap, so every token
+// is predicted once in an epoch. The order of an epoch is a keyed permutation that is computed, not
+// stored: a position is all that a checkpoint needs to go on. The last part of the tokens is kept
+// for evaluation unless it has data of its own.
 #include "train/train.h"
 
 typedef struct span {    // tokens that windows do not reach across
@@ -28,8 +26,7 @@ struct dpl_data {
     int32_t *window;              // S + 1 tokens
 };
 
-dpl_status dpl_tokens_alloc(size_t n_batch, size_t n_seq, dpl_tokens *tokens)
-{
+dpl_status dpl_tokens_alloc(size_t n_batch, size_t n_seq, dpl_tokens *tokens) {
     const size_t n = n_batch * n_seq;
     int32_t *all = dpl_alloc_array(n, 4 * sizeof *all);
     if (!all) return dpl_fail(DPL_ENOMEM, "no memory for a batch of %zu tokens", n);
@@ -37,30 +34,26 @@ dpl_status dpl_tokens_alloc(size_t n_batch, size_t n_seq, dpl_tokens *tokens)
     return DPL_OK;
 }
 
-void dpl_tokens_free(dpl_tokens *tokens)
-{
+void dpl_tokens_free(dpl_tokens *tokens) {
     dpl_free(tokens->ids);
     *tokens = (dpl_tokens){0};
 }
 
-void dpl_tokens_copy_row(const dpl_tokens *from, size_t from_row, dpl_tokens *to, size_t to_row)
-{
-    const size_t n = to->n_seq, bytes = n * sizeof(int32_t);
-    memcpy(to->ids + to_row * n, from->ids + from_row * n, bytes);
-    memcpy(to->targets + to_row * n, from->targets + from_row * n, bytes);
-    memcpy(to->segment + to_row * n, from->segment + from_row * n, bytes);
-    memcpy(to->position + to_row * n, from->position + from_row * n, bytes);
+void dpl_tokens_copy_row(const dpl_tokens *from, size_t from_row, dpl_tokens *to, size_t to_row) {
+    const size_t n = to->n_seq;
+    int32_t *const dst[] = {to->ids, to->targets, to->segment, to->position};
+    const int32_t *const src[] = {from->ids, from->targets, from->segment, from->position};
+    for (int i = 0; i < 4; i++)
+        memcpy(dst[i] + to_row * n, src[i] + from_row * n, n * sizeof **dst);
 }
 
 /* ---- the order of an epoch ---- */
 
-// A four-round Feistel network on an even number of bits is a permutation of 0 .. 4^k - 1; a value past n - 1 is sent
-// through again until it falls inside, which keeps it a permutation of 0 .. n - 1.
-uint64_t dpl_shuffle(uint64_t n, uint64_t seed, uint64_t epoch, uint64_t i)
-{
+// A four-round Feistel network on an even number of bits is a permutation of 0 .. 4^k - 1; a value
+// past n - 1 is sent through again until it falls inside, which keeps it a permutation.
+uint64_t dpl_shuffle(uint64_t n, uint64_t seed, uint64_t epoch, uint64_t i) {
     int half = 1;
-    while (half < 32 && (UINT64_C(1) << 2 * half) < n)
-        half++;
+    while (half < 32 && (UINT64_C(1) << 2 * half) < n) half++;
     const uint64_t mask = (UINT64_C(1) << half) - 1;
     do {
         uint64_t left = i >> half, right = i & mask;
@@ -76,54 +69,37 @@ uint64_t dpl_shuffle(uint64_t n, uint64_t seed, uint64_t epoch, uint64_t i)
 
 /* ---- windows ---- */
 
-static uint64_t count_windows(uint64_t n_tokens, uint64_t n_seq)
-{
-    return n_tokens > 1 ? (n_tokens - 2) / n_seq + 1 : 0;
-}
-
 // The tokens first .. end-1: one span, or with packing=false one for each document.
 static dpl_status open_set(const dpl_options *o, const dpl_source *source, uint64_t first,
-                           uint64_t end, token_set *set)
-{
+                           uint64_t end, token_set *set) {
     const size_t from = o->packing ? 0 : dpl_source_document_of(source, first);
     const size_t to = o->packing ? 1 : dpl_source_document_of(source, end - 1) + 1;
     set->spans = dpl_alloc_array(to - from, sizeof *set->spans);
-    if (!set->spans)
-        return dpl_fail(DPL_ENOMEM, "no memory for a list of %zu documents", to - from);
+    if (!set->spans) return dpl_fail(DPL_ENOMEM, "no memory for %zu documents", to - from);
     for (size_t i = from; i < to; i++) {
         span s = {first, end, set->n_windows};
-        if (!o->packing) {
-            s.first = DPL_MAX(first, dpl_source_document(source, i));
-            s.end = DPL_MIN(end, dpl_source_document(source, i + 1));
-        }
-        const uint64_t n = s.end > s.first
-                               ? count_windows(s.end - s.first, (uint64_t)o->max_target_length)
-                               : 0;
-        if (n == 0) continue; // a single token predicts nothing
+        if (!o->packing) s.first = DPL_MAX(first, dpl_source_document(source, i));
+        if (!o->packing) s.end = DPL_MIN(end, dpl_source_document(source, i + 1));
+        if (s.end < s.first + 2) continue; // a single token predicts nothing
         set->spans[set->n_spans++] = s;
-        set->n_windows += n;
+        set->n_windows += (s.end - s.first - 2) / (uint64_t)o->max_target_length + 1;
     }
     set->source = source;
     return DPL_OK;
 }
 
-// Documents of a window become segments 1, 2, ..; positions count from the document's, or the window's, start.
+// Documents of a window become segments 1, 2, ..; positions count from their, or its, start.
 static void fill_window(const dpl_data *data, const token_set *set, uint64_t window,
-                        dpl_tokens *tokens, size_t row)
-{
+                        dpl_tokens *tokens, size_t row) {
     const size_t S = tokens->n_seq, at = row * S;
     size_t low = 0, high = set->n_spans;
     while (high - low > 1) {
         const size_t middle = (low + high) / 2;
-        if (set->spans[middle].windows_before <= window)
-            low = middle;
-        else
-            high = middle;
+        *(set->spans[middle].windows_before <= window ? &low : &high) = middle;
     }
     const span *s = &set->spans[low];
     const uint64_t first = s->first + (window - s->windows_before) * S;
-    const size_t n = (size_t)DPL_MIN((uint64_t)S,
-                                     s->end - first - 1); // tokens that have a next one
+    const size_t n = (size_t)DPL_MIN((uint64_t)S, s->end - first - 1); // that have a next one
     dpl_source_read(set->source, first, n + 1, data->window);
     size_t document = dpl_source_document_of(set->source, first);
     uint64_t border = dpl_source_document(set->source, document + 1);
@@ -143,23 +119,20 @@ static void fill_window(const dpl_data *data, const token_set *set, uint64_t win
     }
 }
 
-static void blank_row(dpl_tokens *tokens, size_t row)
-{
+static void blank_row(dpl_tokens *tokens, size_t row) {
     for (size_t i = row * tokens->n_seq; i < (row + 1) * tokens->n_seq; i++) {
         tokens->ids[i] = tokens->segment[i] = tokens->position[i] = 0;
         tokens->targets[i] = -1;
     }
 }
 
-uint64_t dpl_data_samples(const dpl_data *data, bool eval)
-{
+uint64_t dpl_data_samples(const dpl_data *data, bool eval) {
     if (data->fixed.n_batch)
         return eval && data->eval_fixed.n_batch ? data->eval_fixed.n_batch : data->fixed.n_batch;
     return eval ? data->eval.n_windows : data->train.n_windows;
 }
 
-void dpl_data_train(const dpl_data *data, uint64_t position, dpl_tokens *tokens)
-{
+void dpl_data_train(const dpl_data *data, uint64_t position, dpl_tokens *tokens) {
     const uint64_t n = dpl_data_samples(data, false);
     if (data->o->reuse_example_batch) position = 0;
     for (size_t row = 0; row < tokens->n_batch; row++, position++) {
@@ -174,8 +147,7 @@ void dpl_data_train(const dpl_data *data, uint64_t position, dpl_tokens *tokens)
     }
 }
 
-void dpl_data_eval(const dpl_data *data, uint64_t first, dpl_tokens *tokens)
-{
+void dpl_data_eval(const dpl_data *data, uint64_t first, dpl_tokens *tokens) {
     const dpl_tokens *fixed = data->eval_fixed.n_batch ? &data->eval_fixed : &data->fixed;
     for (size_t row = 0; row < tokens->n_batch; row++) {
         if (first + row >= dpl_data_samples(data, true))
@@ -190,8 +162,7 @@ void dpl_data_eval(const dpl_data *data, uint64_t first, dpl_tokens *tokens)
 /* ---- fixed batches ---- */
 
 static dpl_status fill_synthetic(const dpl_options *o, size_t n_batch, size_t vocab,
-                                 dpl_tokens *batch)
-{
+                                 dpl_tokens *batch) {
     DPL_TRY(dpl_tokens_alloc(n_batch, (size_t)o->max_target_length, batch));
     const size_t S = batch->n_seq;
     for (size_t i = 0; i < n_batch * S; i++) {
@@ -204,141 +175,123 @@ static dpl_status fill_synthetic(const dpl_options *o, size_t n_batch, size_t vo
     return DPL_OK;
 }
 
-// One (B, S) tensor of integers low .. high; `must` false: absent is fine and leaves `values` alone.
-static dpl_status read_plane(const dpl_st_file *file, const char *name, bool must, int64_t low,
-                             int64_t high, size_t n_seq, size_t *n_batch, int64_t *values)
-{
-    const dpl_st_tensor *t = dpl_st_find(file, name);
-    const char *path = dpl_st_path(file);
-    if (!t && !must) return DPL_OK;
-    if (!t) return dpl_fail(DPL_EFORMAT, "%s: tensor \"%s\" is missing", path, name);
-    if (t->rank != 2 || (size_t)t->shape[1] != n_seq ||
-        (*n_batch && (size_t)t->shape[0] != *n_batch))
-        return dpl_fail(
-            DPL_EINVAL,
-            "%s: tensor \"%s\" has %d dimensions, the last of %lld, expected (%zu, %zu): the "
-            "global batch by max_target_length",
-            path, name, t->rank, (long long)t->shape[t->rank > 0 ? t->rank - 1 : 0], *n_batch,
-            n_seq);
-    *n_batch = (size_t)t->shape[0];
-    if (!values) return DPL_OK;
-    const dpl_status status = dpl_st_read_i64(t, 0, *n_batch * n_seq, values);
-    if (status != DPL_OK) return dpl_fail_in(status, "%s", path);
-    for (size_t i = 0; i < *n_batch * n_seq; i++)
-        if (values[i] < low || values[i] > high)
+// Checks the shape of a (B, S) tensor of integers; n_batch 0: any B. NULL where there is none.
+static dpl_status find_plane(const dpl_st_file *file, const char *name, size_t n_batch,
+                             size_t n_seq, const dpl_st_tensor **tensor_out) {
+    const dpl_st_tensor *t = *tensor_out = dpl_st_find(file, name);
+    if (!t || (t->rank == 2 && (size_t)t->shape[1] == n_seq && t->shape[0] > 0 &&
+               (n_batch == 0 || (size_t)t->shape[0] == n_batch)))
+        return DPL_OK;
+    return dpl_fail(
+        DPL_EINVAL,
+        "%s: tensor \"%s\" has %d dimensions, the last of %lld, expected (%zu, %zu): the "
+        "global batch by max_target_length",
+        dpl_st_path(file), name, t->rank, (long long)t->shape[t->rank > 0 ? t->rank - 1 : 0],
+        n_batch, n_seq);
+}
+
+// Reads integers low .. high; a tensor that is missing leaves `values` alone, where it may.
+static dpl_status read_plane(const dpl_st_file *file, const char *name, int32_t low, int32_t high,
+                             const dpl_tokens *shape, int32_t *values) {
+    const dpl_st_tensor *t;
+    DPL_TRY(find_plane(file, name, shape->n_batch, shape->n_seq, &t));
+    for (size_t i = 0; t && i < shape->n_batch * shape->n_seq; i++) {
+        int64_t value;
+        const dpl_status status = dpl_st_read_i64(t, i, 1, &value);
+        if (status != DPL_OK) return dpl_fail_in(status, "%s", dpl_st_path(file));
+        if (value < low || value > high)
             return dpl_fail(DPL_EFORMAT,
-                            "%s: tensor \"%s\" has %lld at element %zu, expected %lld to %lld",
-                            path, name, (long long)values[i], i, (long long)low, (long long)high);
+                            "%s: tensor \"%s\" has %lld at element %zu, expected %d to %d",
+                            dpl_st_path(file), name, (long long)value, i, low, high);
+        values[i] = (int32_t)value;
+    }
     return DPL_OK;
 }
 
-// MaxText's batch: a target counts where targets_segmentation is not 0.
-static dpl_status read_planes(const dpl_st_file *file, size_t n_seq, size_t vocab, size_t n_batch,
-                              int64_t *values, dpl_tokens *b)
-{
-    const size_t n = n_batch * n_seq;
-    const int64_t max_id = (int64_t)vocab - 1;
-    DPL_TRY(read_plane(file, "inputs", true, 0, max_id, n_seq, &n_batch, values));
-    for (size_t i = 0; i < n; i++)
-        b->ids[i] = (int32_t)values[i];
-    DPL_TRY(read_plane(file, "targets", true, -1, max_id, n_seq, &n_batch, values));
-    for (size_t i = 0; i < n; i++)
-        b->targets[i] = (int32_t)values[i];
-    for (size_t i = 0; i < n; i++)
-        values[i] = 1;
-    DPL_TRY(read_plane(file, "targets_segmentation", false, 0, INT32_MAX, n_seq, &n_batch, values));
-    for (size_t i = 0; i < n; i++)
-        if (values[i] == 0) b->targets[i] = -1;
-    for (size_t i = 0; i < n; i++)
-        values[i] = 1;
-    DPL_TRY(read_plane(file, "inputs_segmentation", false, 0, INT32_MAX, n_seq, &n_batch, values));
-    for (size_t i = 0; i < n; i++)
-        b->segment[i] = (int32_t)values[i];
-    for (size_t i = 0; i < n; i++)
-        values[i] = (int64_t)(i % n_seq);
-    DPL_TRY(read_plane(file, "inputs_position", false, 0, INT32_MAX, n_seq, &n_batch, values));
+// MaxText's batch: a target counts where targets_segmentation is not 0; padding predicts nothing.
+static dpl_status read_planes(const dpl_st_file *file, size_t vocab, dpl_tokens *b) {
+    const int32_t max_id = (int32_t)vocab - 1;
+    const size_t n = b->n_batch * b->n_seq;
     for (size_t i = 0; i < n; i++) {
-        b->position[i] = (int32_t)values[i];
-        if (b->segment[i] == 0) b->targets[i] = -1; // padding predicts nothing
+        b->segment[i] = 1;
+        b->position[i] = (int32_t)(i % b->n_seq);
     }
+    DPL_TRY(read_plane(file, "inputs", 0, max_id, b, b->ids));
+    DPL_TRY(read_plane(file, "inputs_position", 0, INT32_MAX, b, b->position));
+    DPL_TRY(read_plane(file, "targets", -1, max_id, b, b->targets));
+    DPL_TRY(read_plane(file, "targets_segmentation", 0, INT32_MAX, b, b->segment));
+    for (size_t i = 0; i < n; i++) {
+        if (b->segment[i] == 0) b->targets[i] = -1;
+        b->segment[i] = 1;
+    }
+    DPL_TRY(read_plane(file, "inputs_segmentation", 0, INT32_MAX, b, b->segment));
+    for (size_t i = 0; i < n; i++)
+        if (b->segment[i] == 0) b->targets[i] = -1;
     return DPL_OK;
 }
 
 static dpl_status read_batch(const char *path, size_t n_batch, size_t n_seq, size_t vocab,
-                             dpl_tokens *batch)
-{
+                             dpl_tokens *batch) {
     dpl_st_file *file;
-    int64_t *values = NULL;
+    const dpl_st_tensor *inputs;
     DPL_TRY(dpl_st_open(path, &file));
-    dpl_status status = read_plane(file, "inputs", true, 0, 0, n_seq, &n_batch, NULL);
-    if (status == DPL_OK && n_batch == 0)
-        status = dpl_fail(DPL_EINVAL, "%s: the batch is empty", path);
-    if (status == DPL_OK) status = dpl_tokens_alloc(n_batch, n_seq, batch);
-    if (status == DPL_OK) {
-        values = dpl_alloc_array(n_batch * n_seq, sizeof *values);
-        status = values ? read_planes(file, n_seq, vocab, n_batch, values, batch)
-                        : dpl_fail(DPL_ENOMEM, "no memory for the batch of %s", path);
-    }
-    dpl_free(values);
+    dpl_status status = find_plane(file, "inputs", n_batch, n_seq, &inputs);
+    if (status == DPL_OK && (!inputs || !dpl_st_find(file, "targets")))
+        status = dpl_fail(DPL_EFORMAT, "%s: tensor \"inputs\" or \"targets\" is missing", path);
+    if (status == DPL_OK) status = dpl_tokens_alloc((size_t)inputs->shape[0], n_seq, batch);
+    if (status == DPL_OK) status = read_planes(file, vocab, batch);
     dpl_st_close(&file);
     return status;
 }
 
 /* ---- open and close ---- */
 
-static dpl_status open_streams(dpl_data *data, size_t vocab)
-{
+static dpl_status open_streams(dpl_data *data, size_t vocab) {
     const dpl_options *o = data->o;
     const dpl_source_kind kind = dpl_is(o->dataset_type, "text") ? DPL_SOURCE_TEXT : DPL_SOURCE_BIN;
-    DPL_TRY(
-        dpl_source_open(o->dataset_path, kind, (int)o->dataset_token_bytes, vocab, &data->source));
+    const int width = (int)o->dataset_token_bytes;
+    DPL_TRY(dpl_source_open(o->dataset_path, kind, width, vocab, &data->source));
     const uint64_t n = dpl_source_tokens(data->source);
-    uint64_t n_eval = (uint64_t)floor((double)n * o->eval_split_fraction);
+    uint64_t n_train = n - (uint64_t)((double)n * o->eval_split_fraction);
     if (o->eval_dataset_path[0]) {
-        DPL_TRY(dpl_source_open(o->eval_dataset_path, kind, (int)o->dataset_token_bytes, vocab,
-                                &data->eval_source));
-        DPL_TRY(
-            open_set(o, data->eval_source, 0, dpl_source_tokens(data->eval_source), &data->eval));
-        n_eval = 0;
-    } else if (n_eval > 0) {
-        DPL_TRY(open_set(o, data->source, n - n_eval, n, &data->eval));
+        DPL_TRY(dpl_source_open(o->eval_dataset_path, kind, width, vocab, &data->eval_source));
+        const uint64_t n_eval = dpl_source_tokens(data->eval_source);
+        DPL_TRY(open_set(o, data->eval_source, 0, n_eval, &data->eval));
+        n_train = n;
+    } else if (n_train < n) {
+        DPL_TRY(open_set(o, data->source, n_train, n, &data->eval));
     }
-    DPL_TRY(open_set(o, data->source, 0, n - n_eval, &data->train));
+    DPL_TRY(open_set(o, data->source, 0, n_train, &data->train));
     if (data->train.n_windows > 0) return DPL_OK;
-    return dpl_fail(
-        DPL_EINVAL,
-        "%s: %llu tokens are left for training, in documents of one; expected two at least",
-        o->dataset_path, (unsigned long long)(n - n_eval));
+    return dpl_fail(DPL_EINVAL,
+                    "%s: no token to predict: %llu tokens are there, in documents of "
+                    "one; expected two at least",
+                    o->dataset_path, (unsigned long long)n_train);
 }
 
-dpl_status dpl_data_open(const dpl_options *o, size_t n_batch, size_t vocab, dpl_data **data_out)
-{
-    dpl_data *data = dpl_alloc(sizeof *data);
+dpl_status dpl_data_open(const dpl_options *o, size_t n_batch, size_t vocab, dpl_data **data_out) {
     const size_t n_seq = (size_t)o->max_target_length;
+    dpl_data *data = dpl_alloc(sizeof *data);
     if (!data) return dpl_fail(DPL_ENOMEM, "no memory for the data");
     data->o = o;
     data->window = dpl_alloc_array(n_seq + 1, sizeof *data->window);
-    dpl_status status = data->window
-                            ? DPL_OK
-                            : dpl_fail(DPL_ENOMEM, "no memory for a window of %zu tokens", n_seq);
-    if (status == DPL_OK && dpl_is(o->dataset_type, "synthetic")) {
+    dpl_status status;
+    if (!data->window)
+        status = dpl_fail(DPL_ENOMEM, "no memory for a window of %zu tokens", n_seq);
+    else if (dpl_is(o->dataset_type, "synthetic"))
         status = fill_synthetic(o, n_batch, vocab, &data->fixed);
-    } else if (status == DPL_OK && dpl_is(o->dataset_type, "safetensors")) {
-        status = read_batch(o->dataset_path, n_batch, n_seq, vocab, &data->fixed);
-        if (status == DPL_OK && o->eval_dataset_path[0])
-            status = read_batch(o->eval_dataset_path, 0, n_seq, vocab, &data->eval_fixed);
-    } else if (status == DPL_OK) {
+    else if (!dpl_is(o->dataset_type, "safetensors"))
         status = open_streams(data, vocab);
-    }
-    if (status != DPL_OK)
-        dpl_data_close(&data);
     else
-        *data_out = data;
+        status = read_batch(o->dataset_path, n_batch, n_seq, vocab, &data->fixed);
+    if (status == DPL_OK && dpl_is(o->dataset_type, "safetensors") && o->eval_dataset_path[0])
+        status = read_batch(o->eval_dataset_path, 0, n_seq, vocab, &data->eval_fixed);
+    if (status != DPL_OK) dpl_data_close(&data);
+    if (status == DPL_OK) *data_out = data;
     return status;
 }
 
-void dpl_data_close(dpl_data **data)
-{
+void dpl_data_close(dpl_data **data) {
     if (!data || !*data) return;
     dpl_free((*data)->train.spans);
     dpl_free((*data)->eval.spans);

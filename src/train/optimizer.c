@@ -1,7 +1,7 @@
-// optimizer.c - what an optimizer step does after the backward pass: norm, and the update of every tensor.
+// optimizer.c - what an optimizer step does after the backward pass: norm, update of every tensor.
 //
-// Sums of squares are taken tensor by tensor in their fixed order, so the norm has the same bits for any number of
-// threads. A gradient that is not finite is found here, before anything was changed.
+// Sums of squares are taken tensor by tensor in their fixed order, so the norm has the same bits
+// for any number of threads. A gradient that is not finite is found before anything was changed.
 #include <math.h>
 #include <regex.h>
 #include <stdio.h>
@@ -11,82 +11,66 @@
 /* ---- masks ---- */
 
 // MaxText's path of a tensor, as its masks are written against.
+// clang-format off
 static const char *const maxtext_paths[DPL_P_N] = {
-    [DPL_P_EMBED] = "token_embedder/embedding",
-    [DPL_P_HEAD] = "logits_dense/kernel",
+    [DPL_P_EMBED] = "token_embedder/embedding", [DPL_P_HEAD] = "logits_dense/kernel",
     [DPL_P_FINAL_NORM] = "decoder_norm/scale",
     [DPL_P_ATTN_NORM] = "pre_self_attention_layer_norm/scale",
-    [DPL_P_Q] = "self_attention/query/kernel",
-    [DPL_P_Q_A] = "self_attention/wq_a/kernel",
-    [DPL_P_Q_A_BIAS] = "self_attention/wq_a/bias",
-    [DPL_P_Q_A_NORM] = "self_attention/q_norm/scale",
-    [DPL_P_Q_B] = "self_attention/wq_b/kernel",
-    [DPL_P_KV_A] = "self_attention/wkv_a/kernel",
+    [DPL_P_Q] = "self_attention/query/kernel", [DPL_P_Q_A] = "self_attention/wq_a/kernel",
+    [DPL_P_Q_A_BIAS] = "self_attention/wq_a/bias", [DPL_P_Q_A_NORM] = "self_attention/q_norm/scale",
+    [DPL_P_Q_B] = "self_attention/wq_b/kernel", [DPL_P_KV_A] = "self_attention/wkv_a/kernel",
     [DPL_P_KV_A_BIAS] = "self_attention/wkv_a/bias",
     [DPL_P_KV_A_NORM] = "self_attention/kv_norm/scale",
-    [DPL_P_KV_B] = "self_attention/wkv_b/kernel",
-    [DPL_P_O] = "self_attention/out/kernel",
+    [DPL_P_KV_B] = "self_attention/wkv_b/kernel", [DPL_P_O] = "self_attention/out/kernel",
     [DPL_P_O_BIAS] = "self_attention/out/bias",
-    [DPL_P_MLP_NORM] = "post_self_attention_layer_norm/scale",
-    [DPL_P_GATE_UP] = "mlp/wi/kernel",
-    [DPL_P_DOWN] = "mlp/wo/kernel",
-    [DPL_P_ROUTER] = "MoeBlock_0/gate/kernel",
-    [DPL_P_EXPERT_GATE_UP] = "MoeBlock_0/wi",
-    [DPL_P_EXPERT_DOWN] = "MoeBlock_0/wo",
+    [DPL_P_MLP_NORM] = "post_self_attention_layer_norm/scale", [DPL_P_GATE_UP] = "mlp/wi/kernel",
+    [DPL_P_DOWN] = "mlp/wo/kernel", [DPL_P_ROUTER] = "MoeBlock_0/gate/kernel",
+    [DPL_P_EXPERT_GATE_UP] = "MoeBlock_0/wi", [DPL_P_EXPERT_DOWN] = "MoeBlock_0/wo",
     [DPL_P_SHARED_GATE_UP] = "shared_experts/wi/kernel",
     [DPL_P_SHARED_DOWN] = "shared_experts/wo/kernel",
     [DPL_P_MTP_ENORM] = "mtp_block/embedding_norm/scale",
     [DPL_P_MTP_HNORM] = "mtp_block/hidden_state_norm/scale",
-    [DPL_P_MTP_PROJ] = "mtp_block/projection/kernel",
-    [DPL_P_MTP_NORM] = "mtp_block/norm/scale",
+    [DPL_P_MTP_PROJ] = "mtp_block/projection/kernel", [DPL_P_MTP_NORM] = "mtp_block/norm/scale",
 };
+// clang-format on
 
-// Marks the parameters that one expression selects, by a tensor's name on disk or by MaxText's path.
+// Marks the parameters that one expression selects, by a tensor's name on disk or MaxText's path.
 static dpl_status mark_matches(const char *key, const char *expression, const dpl_model *model,
-                               bool *marks)
-{
+                               bool *marks) {
     regex_t regex;
+    char why[128];
     const int error = regcomp(&regex, expression, REG_EXTENDED | REG_NOSUB);
-    if (error) {
-        char why[128];
-        regerror(error, &regex, why, sizeof why);
+    regerror(error, &regex, why, sizeof why);
+    if (error)
         return dpl_fail(DPL_EINVAL, "%s: '%s' is not a regular expression: %s", key, expression,
                         why);
-    }
     dpl_status status = DPL_OK;
     for (size_t i = 0; i < model->params.n && status == DPL_OK; i++) {
         const dpl_param *param = &model->params.list[i];
-        const char *one = NULL, *other = NULL; // a tensor that matches, and one that does not
+        const char *names[2] = {NULL, NULL}; // a tensor that matches, and one that does not
         for (size_t j = 0; j < model->n_disk; j++) {
             const dpl_disk_tensor *t = &model->disk[j];
-            if (t->param != param || t->copy_of_shared) continue;
-            if (regexec(&regex, t->name, 0, NULL, 0) == 0)
-                one = t->name;
-            else
-                other = t->name;
+            if (t->param == param && !t->copy_of_shared)
+                names[regexec(&regex, t->name, 0, NULL, 0) != 0] = t->name;
         }
-        if (regexec(&regex, maxtext_paths[param->id], 0, NULL, 0) == 0)
-            marks[i] = true;
-        else if (one && other)
-            status = dpl_fail(
-                DPL_EINVAL,
-                "%s: '%s' selects %s but not %s, which are one tensor here; select both", key,
-                expression, one, other);
-        else if (one)
-            marks[i] = true;
+        const bool by_path = regexec(&regex, maxtext_paths[param->id], 0, NULL, 0) == 0;
+        if (!by_path && names[0] && names[1])
+            status = dpl_fail(DPL_EINVAL,
+                              "%s: '%s' selects %s but not %s, which are one tensor "
+                              "here; select both",
+                              key, expression, names[0], names[1]);
+        marks[i] |= by_path || names[0];
     }
     regfree(&regex);
     return status;
 }
 
-static dpl_status mark_list(const char *key, const char *list, const dpl_model *model, bool *marks)
-{
+static dpl_status mark_list(const char *key, const char *list, const dpl_model *model,
+                            bool *marks) {
     json_t *array = json_loads(list, 0, NULL);
-    if (list[0] && !json_is_array(array)) {
-        json_decref(array);
-        return dpl_fail(DPL_EINVAL, "%s is '%s', expected a list like [\".*norm.*\"]", key, list);
-    }
     dpl_status status = DPL_OK;
+    if (list[0] && !json_is_array(array))
+        status = dpl_fail(DPL_EINVAL, "%s is '%s', expected a list like [\".*norm.*\"]", key, list);
     for (size_t i = 0; i < json_array_size(array) && status == DPL_OK; i++) {
         const char *expression = json_string_value(json_array_get(array, i));
         status = expression ? mark_matches(key, expression, model, marks)
@@ -96,30 +80,23 @@ static dpl_status mark_list(const char *key, const char *list, const dpl_model *
     return status;
 }
 
-static dpl_status fill_masks(const dpl_options *o, dpl_optimizer *opt)
-{
-    const size_t n = opt->model->params.n;
-    DPL_TRY(mark_list("adamw_mask", o->adamw_mask, opt->model, opt->decays));
-    for (size_t i = 0; i < n; i++)
-        opt->decays[i] = !opt->decays[i];
-    DPL_TRY(mark_list("trainable_parameters_mask", o->trainable_parameters_mask, opt->model,
-                      opt->trains));
+static dpl_status fill_masks(const dpl_options *o, dpl_optimizer *opt) {
+    const char *mask = o->trainable_parameters_mask;
     size_t n_trained = 0;
-    for (size_t i = 0; i < n; i++)
-        n_trained += opt->trains[i];
-    if (n_trained > 0) return DPL_OK;
-    if (o->trainable_parameters_mask[0] && strcmp(o->trainable_parameters_mask, "[]") != 0)
-        return dpl_fail(DPL_EINVAL, "trainable_parameters_mask %s selects no tensor",
-                        o->trainable_parameters_mask);
-    for (size_t i = 0; i < n; i++)
-        opt->trains[i] = true;
-    return DPL_OK;
+    DPL_TRY(mark_list("adamw_mask", o->adamw_mask, opt->model, opt->decays));
+    DPL_TRY(mark_list("trainable_parameters_mask", mask, opt->model, opt->trains));
+    for (size_t i = 0; i < opt->model->params.n; i++) {
+        opt->decays[i] = !opt->decays[i];
+        n_trained += opt->trains[i] |= !mask[0] || dpl_is(mask, "[]");
+    }
+    return n_trained ? DPL_OK
+                     : dpl_fail(DPL_EINVAL, "trainable_parameters_mask %s selects no tensor", mask);
 }
 
 /* ---- open and close ---- */
 
-dpl_status dpl_optimizer_open(const dpl_options *o, dpl_model *model, dpl_optimizer **optimizer_out)
-{
+dpl_status dpl_optimizer_open(const dpl_options *o, dpl_model *model,
+                              dpl_optimizer **optimizer_out) {
     dpl_optimizer *opt = dpl_alloc(sizeof *opt);
     if (!opt) return dpl_fail(DPL_ENOMEM, "no memory for an optimizer");
     opt->model = model;
@@ -131,20 +108,18 @@ dpl_status dpl_optimizer_open(const dpl_options *o, dpl_model *model, dpl_optimi
     opt->squares = dpl_alloc_array(n, sizeof *opt->squares);
     if (adam) opt->m = dpl_alloc_array(elems, sizeof *opt->m);
     if (adam) opt->v = dpl_alloc_array(elems, sizeof *opt->v);
-    dpl_status status = DPL_OK;
+    dpl_status status;
     if (!opt->trains || !opt->decays || !opt->squares || (adam && (!opt->m || !opt->v)))
         status = dpl_fail(DPL_ENOMEM, "no memory for %.3f GB of optimizer state",
                           8e-9 * (double)elems);
-    if (status == DPL_OK) status = fill_masks(o, opt);
-    if (status != DPL_OK)
-        dpl_optimizer_close(&opt);
     else
-        *optimizer_out = opt;
+        status = fill_masks(o, opt);
+    if (status != DPL_OK) dpl_optimizer_close(&opt);
+    if (status == DPL_OK) *optimizer_out = opt;
     return status;
 }
 
-void dpl_optimizer_close(dpl_optimizer **optimizer)
-{
+void dpl_optimizer_close(dpl_optimizer **optimizer) {
     if (!optimizer || !*optimizer) return;
     dpl_free((*optimizer)->m);
     dpl_free((*optimizer)->v);
@@ -157,22 +132,19 @@ void dpl_optimizer_close(dpl_optimizer **optimizer)
 
 /* ---- a step ---- */
 
-static dpl_status name_bad_gradient(const dpl_model *model, const dpl_param *param)
-{
-    char name[192];
+static dpl_status name_bad_gradient(const dpl_model *model, const dpl_param *param) {
+    char name[192], expert[64] = "";
     const float *grad = dpl_model_grad(model, param);
     size_t i = 0;
-    while (i < param->elems && isfinite(grad[i]))
-        i++;
+    while (i < param->elems && isfinite(grad[i])) i++;
     dpl_param_name(model, param, name, sizeof name);
     if (param->n_groups > 1)
-        return dpl_fail(DPL_ENUMERIC, "layer %d, %s: the gradient of expert %zu is not finite",
-                        param->layer, name, i / (param->elems / param->n_groups));
-    return dpl_fail(DPL_ENUMERIC, "layer %d, %s: the gradient is not finite", param->layer, name);
+        snprintf(expert, sizeof expert, " of expert %zu", i / (param->elems / param->n_groups));
+    return dpl_fail(DPL_ENUMERIC, "layer %d, %s: the gradient%s is not finite", param->layer, name,
+                    expert);
 }
 
-dpl_status dpl_optimizer_norm(dpl_optimizer *opt, double *norm_out)
-{
+dpl_status dpl_optimizer_norm(dpl_optimizer *opt, double *norm_out) {
     dpl_model *model = opt->model;
     for (size_t i = 0; i < model->params.n; i++) {
         const dpl_param *param = &model->params.list[i];
@@ -191,17 +163,15 @@ dpl_status dpl_optimizer_norm(dpl_optimizer *opt, double *norm_out)
     return DPL_OK;
 }
 
-static dpl_adamw adam_rule(const dpl_options *o, int64_t n, double rate, double grad_scale)
-{
+static dpl_adamw adam_rule(const dpl_options *o, int64_t n, double rate, double grad_scale) {
     const double p1 = pow(o->adam_b1, (double)n), p2 = pow(o->adam_b2, (double)n);
-    dpl_adamw rule = {.lr = (float)rate,
-                      .b1 = o->adam_b1,
-                      .b2 = o->adam_b2,
-                      .eps = (float)o->adam_eps,
-                      .eps_root = (float)o->adam_eps_root,
-                      .correct1 = (float)(1 - p1),
-                      .correct2 = (float)(1 - p2),
-                      .grad_scale = (float)grad_scale};
+    dpl_adamw rule = {.b1 = o->adam_b1, .b2 = o->adam_b2};
+    rule.lr = (float)rate;
+    rule.eps = (float)o->adam_eps;
+    rule.eps_root = (float)o->adam_eps_root;
+    rule.correct1 = (float)(1 - p1);
+    rule.correct2 = (float)(1 - p2);
+    rule.grad_scale = (float)grad_scale;
     if (dpl_is(o->opt_type, "adam_pax")) { // the correction sits in the decay rates instead
         rule.b1 = o->adam_b1 * (1 - pow(o->adam_b1, (double)(n - 1))) / (1 - p1);
         rule.b2 = o->adam_b2 * (1 - pow(o->adam_b2, (double)(n - 1))) / (1 - p2);
@@ -210,22 +180,21 @@ static dpl_adamw adam_rule(const dpl_options *o, int64_t n, double rate, double 
     return rule;
 }
 
-void dpl_optimizer_apply(dpl_optimizer *opt, double rate, double grad_scale)
-{
+void dpl_optimizer_apply(dpl_optimizer *opt, double rate, double grad_scale) {
     dpl_model *model = opt->model;
     dpl_adamw rule = adam_rule(opt->o, ++opt->n_updates, rate, grad_scale);
     for (size_t i = 0; i < model->params.n; i++) {
+        if (!opt->trains[i]) continue;
         const dpl_param *param = &model->params.list[i];
         const size_t at = param->offset;
-        if (!opt->trains[i]) continue;
+        const float *grad = dpl_model_grad(model, param);
         float *values = dpl_model_values(model, param);
         uint16_t *copy = model->params.copy ? model->params.copy + at : NULL;
         rule.decay = opt->decays[i] ? (float)opt->o->adam_weight_decay : 0.0f;
-        if (!opt->m)
-            dpl_sgd_step(model->ctx, (float)rate, (float)grad_scale, dpl_model_grad(model, param),
-                         param->elems, values, copy);
+        if (opt->m)
+            dpl_adamw_step(model->ctx, &rule, grad, param->elems, values, opt->m + at, opt->v + at,
+                           copy);
         else
-            dpl_adamw_step(model->ctx, &rule, dpl_model_grad(model, param), param->elems, values,
-                           opt->m + at, opt->v + at, copy);
+            dpl_sgd_step(model->ctx, rule.lr, rule.grad_scale, grad, param->elems, values, copy);
     }
 }

@@ -1,36 +1,31 @@
 // step.c - one optimizer step over the global batch, and one evaluation.
 //
-// The number of loss tokens of the whole batch is known before the first micro-batch runs, so each micro-batch's
-// gradients have their final scale: the result is the same however the batch is split. Nothing of the trainer's state
-// changes before every loss and gradient is known to be finite.
+// The number of loss tokens of the whole batch is known before the first micro-batch runs, so each
+// micro-batch's gradients have their final scale: the result is the same however it is split.
+// Nothing of the trainer's state changes before every loss and gradient is known to be finite.
 #include <math.h>
 
 #include "train/train.h"
 
-static dpl_batch batch_of(const dpl_tokens *t)
-{
+static dpl_batch batch_of(const dpl_tokens *t) {
     return (dpl_batch){t->n_batch, t->n_seq, t->ids, t->targets, t->segment, t->position};
 }
 
-static double count_targets(const dpl_tokens *t)
-{
+static double count_targets(const dpl_tokens *t) {
     size_t n = 0;
-    for (size_t i = 0; i < t->n_batch * t->n_seq; i++)
-        n += t->targets[i] >= 0;
+    for (size_t i = 0; i < t->n_batch * t->n_seq; i++) n += t->targets[i] >= 0;
     return (double)n;
 }
 
-static size_t count_elems(const dpl_model *model)
-{
+static size_t count_elems(const dpl_model *model) {
     const dpl_model_config *c = &model->config;
     return (c->n_layers + c->n_mtp) * c->n_experts;
 }
 
-// The sums of all micro-batches, auxiliary losses averaged by their loss tokens. The part of the batch that has no
-// loss token contributes nothing.
-static dpl_status run_micros(dpl_trainer *t, dpl_loss_sums *sums)
-{
-    const size_t n_micros = (size_t)t->o->gradient_accumulation_steps;
+// The sums of all micro-batches, auxiliary losses averaged by their loss tokens: the part of the
+// batch that has no loss token contributes nothing.
+static dpl_status run_micros(dpl_trainer *t, dpl_loss_sums *sums) {
+    const size_t n_micros = t->batch.n_batch / t->micro.n_batch;
     const dpl_batch batch = batch_of(&t->batch), micro = batch_of(&t->micro);
     const double n_tokens = count_targets(&t->batch);
     const double n_mtp = dpl_batch_mtp_tokens(&t->model->config, &batch);
@@ -52,8 +47,7 @@ static dpl_status run_micros(dpl_trainer *t, dpl_loss_sums *sums)
     return DPL_OK;
 }
 
-static void fill_losses(const dpl_trainer *t, const dpl_loss_sums *s, dpl_step_metrics *m)
-{
+static void fill_losses(const dpl_trainer *t, const dpl_loss_sums *s, dpl_step_metrics *m) {
     const double n = s->n_tokens;
     m->total_weights = n;
     m->lm_loss = n > 0 ? (s->xent + s->z) / n : 0;
@@ -66,8 +60,7 @@ static void fill_losses(const dpl_trainer *t, const dpl_loss_sums *s, dpl_step_m
 }
 
 // The busiest expert's tokens over the mean, in the layer where that is worst.
-static double load_max_over_mean(const dpl_model *model)
-{
+static double load_max_over_mean(const dpl_model *model) {
     const size_t E = model->config.n_experts;
     double worst = 0;
     for (size_t at = 0; at < count_elems(model); at += E) {
@@ -81,8 +74,7 @@ static double load_max_over_mean(const dpl_model *model)
     return worst;
 }
 
-static void fill_speed(const dpl_trainer *t, double seconds, dpl_step_metrics *m)
-{
+static void fill_speed(const dpl_trainer *t, double seconds, dpl_step_metrics *m) {
     const double *phase = t->ctx->phase_s;
     m->seconds = seconds;
     m->tflops_per_device = t->step_flops / seconds * 1e-12;
@@ -95,8 +87,7 @@ static void fill_speed(const dpl_trainer *t, double seconds, dpl_step_metrics *m
 }
 
 // From the gradients to new weights and biases.
-static dpl_status update(dpl_trainer *t, dpl_step_metrics *m)
-{
+static dpl_status update(dpl_trainer *t, dpl_step_metrics *m) {
     DPL_TRY(dpl_optimizer_norm(t->optimizer, &m->raw_grad_norm));
     const double clip = t->o->gradient_clipping_threshold;
     const double scale = clip > 0 && m->raw_grad_norm >= clip ? clip / m->raw_grad_norm : 1;
@@ -108,8 +99,7 @@ static dpl_status update(dpl_trainer *t, dpl_step_metrics *m)
     return DPL_OK;
 }
 
-dpl_status dpl_trainer_step(dpl_trainer *t, dpl_step_metrics *metrics_out)
-{
+dpl_status dpl_trainer_step(dpl_trainer *t, dpl_step_metrics *metrics_out) {
     if (!t || !metrics_out) return dpl_fail(DPL_EINVAL, "dpl_trainer_step: an argument is NULL");
     const double start = dpl_now();
     dpl_step_metrics m = {.step = t->step,
@@ -120,10 +110,9 @@ dpl_status dpl_trainer_step(dpl_trainer *t, dpl_step_metrics *metrics_out)
     dpl_data_train(t->data, t->position, &t->batch);
     dpl_model_zero_grads(t->model);
     dpl_status status = run_micros(t, &sums);
-    if (status == DPL_OK) {
-        fill_losses(t, &sums, &m);
-        if (!isfinite(m.loss)) status = dpl_fail(DPL_ENUMERIC, "the loss is not finite");
-    }
+    if (status == DPL_OK) fill_losses(t, &sums, &m);
+    if (status == DPL_OK && !isfinite(m.loss))
+        status = dpl_fail(DPL_ENUMERIC, "the loss is not finite");
     const dpl_phase before = dpl_ctx_phase(t->ctx, DPL_PHASE_OPTIMIZER);
     if (status == DPL_OK) status = update(t, &m);
     dpl_ctx_phase(t->ctx, before);
@@ -135,8 +124,7 @@ dpl_status dpl_trainer_step(dpl_trainer *t, dpl_step_metrics *metrics_out)
     return DPL_OK;
 }
 
-dpl_status dpl_trainer_evaluate(dpl_trainer *t, dpl_eval_metrics *metrics_out)
-{
+dpl_status dpl_trainer_evaluate(dpl_trainer *t, dpl_eval_metrics *metrics_out) {
     if (!t || !metrics_out)
         return dpl_fail(DPL_EINVAL, "dpl_trainer_evaluate: an argument is NULL");
     const uint64_t n = dpl_data_samples(t->data, true);

@@ -1,123 +1,124 @@
 /*
- * train.h - the step and the loop around the model: options, data, optimizer, schedule, checkpoints, metrics.
+ * train.h - the step and the loop around the model.
  *
  * Files, in the order of use:
  *   options.c    keys of MaxText and our own     model_options.c  from keys to the model's sizes
  *   data.c       batches                         schedule.c       learning rate
- *   optimizer.c  norm, clipping, AdamW           step.c           one optimizer step, one evaluation
- *   checkpoint.c what a run leaves behind        metrics.c        log line, metrics row, peak of the machine
+ *   optimizer.c  norm, clipping, AdamW           step.c           an optimizer step, an evaluation
+ *   checkpoint.c what a run leaves behind        metrics.c        log line, metrics row
  *   trainer.c    opening, resuming               loop.c           the run
  */
 #ifndef DPL_TRAIN_H
 #define DPL_TRAIN_H
 
 #include <limits.h>
+#include <stdarg.h>
 #include <stdatomic.h>
 
 #include "io/io.h"
 #include "model/model.h"
 
-/* ---- options (options.c) ------------------------------------------------------------------------ */
+/* ---- options (options.c) ---- */
 
 // kind, key, default, range (numbers: "LOW .. HIGH", "LOW ..", "> LOW") or choices, help.
 // Kinds: I integer, F number, B true|false, T text, C one of the choices. Defaults are MaxText's.
 // clang-format off
-#define DPL_OPTION_MAP(X)                                                                                              \
-    X(T, base_output_directory, "", "", "Folder of the run directories; empty: runs.")                                 \
-    X(T, run_name, "", "", "Name of the run directory; empty: run. An existing checkpoint in it is resumed.")          \
-    X(I, steps, "150001", "-1 ..", "Optimizer steps in all; -1: learning_rate_schedule_steps.")                        \
-    X(I, ranks, "1", "1 .. 1", "Processes that train together.")                                                       \
-    X(I, threads, "0", "0 .. 4096", "Threads of this process; 0: as many as it may use. Results do not depend on it.") \
-    X(C, decoder_block, "llama2", "deepseek|llama2", "Kind of decoder layer; only deepseek can be trained.")           \
-    X(C, attention_type, "global", "mla|global", "Kind of attention; only mla can be trained.")                        \
-    X(I, vocab_size, "32000", "1 .. 1073741824", "Token ids are 0 to vocab_size - 1; bytes need 256.")                 \
-    X(I, base_emb_dim, "2048", "1 .. 1048576", "Width of the model.")                                                  \
-    X(I, base_num_decoder_layers, "16", "1 .. 10000", "Decoder layers, dense and MoE, without MTP.")                   \
-    X(I, first_num_dense_layers, "0", "0 .. 10000", "Leading layers that have a dense MLP.")                           \
-    X(I, base_mlp_dim, "7168", "1 .. 16777216", "Hidden width of a dense MLP.")                                        \
-    X(I, base_moe_mlp_dim, "-1", "-1 .. 1048576", "Hidden width of one expert; -1: base_mlp_dim.")                     \
-    X(I, num_experts, "1", "1 .. 65536", "Routed experts of an MoE layer.")                                            \
-    X(I, num_experts_per_tok, "1", "1 .. 65536", "Experts that compute each token.")                                   \
-    X(I, shared_experts, "0", "0 .. 1024", "Experts that compute every token, as one MLP of that many widths.")        \
-    X(F, routed_scaling_factor, "1.0", "", "Multiplies the weights of the routed experts.")                            \
-    X(C, routed_score_func, "", "sigmoid|softmax|", "From router logits to scores.")                                   \
-    X(B, routed_bias, "false", "", "Choose experts by score plus a bias that has no gradient.")                        \
-    X(F, routed_bias_update_rate, "0.0", "0 ..", "Step of that bias towards equal loads, after each optimizer step.")  \
-    X(B, norm_topk_prob, "false", "", "Divide the weights of a token's experts by their sum.")                         \
-    X(I, n_routing_groups, "-1", "-1 .. 65536", "Groups of experts that routing chooses first; -1: no groups.")        \
-    X(I, topk_routing_group, "-1", "-1 .. 65536", "Groups that stay; -1: no groups.")                                  \
-    X(F, load_balance_loss_weight, "0.0", "0 ..", "Weight of the load balance loss.")                                  \
-    X(C, load_balance_scope, "sequence", "sequence|batch", "What the balance loss averages loads over.")               \
-    X(B, moe_use_megatron_seq_aux_loss, "false", "", "Megatron's form of the balance loss; sigmoid scores only.")      \
-    X(F, router_z_loss_weight, "0.0", "0 ..", "Weight of the mean squared logsumexp of the router logits.")            \
-    X(I, base_num_query_heads, "16", "1 .. 65536", "Attention heads.")                                                 \
-    X(I, q_lora_rank, "0", "0 .. 1048576", "Rank of the query projection; 0: full.")                                   \
-    X(I, kv_lora_rank, "512", "1 .. 1048576", "Rank of the key and value projection, width of the cache.")             \
-    X(I, qk_nope_head_dim, "128", "1 .. 65536", "Width of a head's query and key without rotation.")                   \
-    X(I, qk_rope_head_dim, "64", "2 .. 65536", "Width of the rotated part.")                                           \
-    X(I, v_head_dim, "128", "1 .. 65536", "Width of a head's value.")                                                  \
-    X(C, rope_type, "default", "default|yarn", "Rotary frequencies: plain, or YaRN.")                                  \
-    X(F, rope_max_timescale, "10000", "> 1", "Base of the rotary frequencies (theta).")                                \
-    X(B, rope_interleave, "true", "", "Rotate pairs (2i, 2i+1), as DeepSeek, instead of halves.")                      \
-    X(F, rope_factor, "40", "1 ..", "YaRN: how many times longer sequences become.")                                   \
-    X(F, beta_fast, "32", "> 0", "YaRN: rotations above which a frequency stays.")                                     \
-    X(F, beta_slow, "1", "> 0", "YaRN: rotations below which a frequency is divided by rope_factor.")                  \
-    X(F, mscale, "1.0", "0 ..", "YaRN: growth of the softmax scale with rope_factor.")                                 \
-    X(B, rope_truncate, "true", "", "YaRN: round the range between beta_slow and beta_fast.")                          \
-    X(I, max_position_embeddings, "163840", "1 .. 2147483647", "Longest sequence that the model is meant for.")        \
-    X(I, original_max_position_embeddings, "4096", "1 .. 2147483647", "YaRN: longest sequence before.")                \
-    X(F, normalization_layer_epsilon, "1e-5", "> 0", "Epsilon of RMSNorm.")                                            \
-    X(B, logits_via_embedding, "false", "", "Use the embedding as output head.")                                       \
-    X(I, mtp_num_layers, "0", "0 .. 64", "Multi-token prediction depths.")                                             \
-    X(F, mtp_loss_scaling_factor, "0.1", "0 ..", "Weight of the multi-token prediction loss.")                         \
-    X(C, dtype, "bfloat16", "float32|bfloat16", "Format of weights and activations in products.")                      \
-    X(C, weight_init, "fan_in", "fan_in|maxtext|normal", "Initial weights: by fan-in, as MaxText's, or N(0, init_std).")\
-    X(F, init_std, "0.02", "> 0", "Standard deviation of weight_init=normal.")                                         \
-    X(I, init_weights_seed, "0", "0 ..", "Seed of the initial weights.")                                               \
-    X(T, load_parameters_path, "", "", "Start from the weights of this model or checkpoint directory.")                \
-    X(T, load_full_state_path, "", "", "Start from everything in this checkpoint directory.")                          \
-    X(C, dataset_type, "synthetic", "synthetic|text|bin|safetensors", "Kind of training data.")                        \
-    X(T, dataset_path, "", "", "Text file, token shard, or a folder of them; or one safetensors file.")                \
-    X(T, eval_dataset_path, "", "", "Data of evaluation; empty: the last part of dataset_path.")                       \
-    X(F, eval_split_fraction, "0.1", "0 .. 0.9", "How much of dataset_path that is; 0: no evaluation data.")           \
-    X(I, dataset_token_bytes, "0", "0 .. 4", "Width of tokens in shards without header, 2 or 4; 0: the header says.")  \
-    X(B, packing, "true", "", "Fill sequences with several documents; false: one document, then padding.")             \
-    X(B, attend_across_documents, "false", "", "Ignore the borders of documents in attention, positions and loss.")    \
-    X(B, enable_data_shuffling, "true", "", "Draw the sequences in a random order, a new one each epoch.")             \
-    X(I, data_shuffle_seed, "0", "0 ..", "Seed of that order.")                                                        \
-    X(I, num_epoch, "0", "0 ..", "End after this many passes over the data; 0: after steps alone.")                    \
-    X(I, reuse_example_batch, "0", "0 .. 1", "1: every step uses the first batch.")                                    \
-    X(F, per_device_batch_size, "12", "1 .. 1048576", "Sequences of a micro-batch; a whole number.")                   \
-    X(I, max_target_length, "2048", "1 .. 16777216", "Tokens of a sequence.")                                          \
-    X(I, gradient_accumulation_steps, "1", "1 .. 65536", "Micro-batches of an optimizer step.")                        \
-    X(F, learning_rate, "3e-5", "0 ..", "Highest learning rate.")                                                      \
-    X(I, learning_rate_schedule_steps, "-1", "-1 ..", "Length of the schedule, after which the rate is 0; -1: steps.") \
-    X(F, warmup_steps_fraction, "0.1", "0 .. 1", "Part of the schedule that warms up from rate 0.")                    \
-    X(F, learning_rate_final_fraction, "0.1", "0 ..", "Last rate of the schedule over learning_rate.")                 \
-    X(C, lr_schedule_type, "cosine", "cosine|wsd", "Cosine, or constant with a decay at the end.")                     \
-    X(F, wsd_decay_steps_fraction, "0.1", "0 .. 1", "wsd: part of the schedule that decays.")                          \
-    X(C, wsd_decay_style, "linear", "linear|cosine", "wsd: shape of the decay.")                                       \
-    X(C, opt_type, "adamw", "adamw|adam_pax|sgd", "Optimizer.")                                                        \
-    X(F, adam_b1, "0.9", "0 .. 0.999999999", "Decay of the first moment.")                                             \
-    X(F, adam_b2, "0.95", "0 .. 0.999999999", "Decay of the second moment.")                                           \
-    X(F, adam_eps, "1e-8", "0 ..", "Added to the root of the second moment.")                                          \
-    X(F, adam_eps_root, "0", "0 ..", "Added under that root.")                                                         \
-    X(F, adam_weight_decay, "0.1", "0 ..", "Decoupled weight decay, multiplied by the learning rate.")                 \
-    X(T, adamw_mask, "[]", "", "Regular expressions of tensor names that have no weight decay.")                       \
-    X(T, trainable_parameters_mask, "[]", "", "Regular expressions of tensor names to train; []: all.")                \
-    X(F, gradient_clipping_threshold, "1.0", "0 ..", "Largest gradient norm; 0: no clipping.")                         \
-    X(F, z_loss_multiplier, "0.0", "0 ..", "Weight of the squared logsumexp of the output logits.")                    \
-    X(I, eval_interval, "-1", "-1 ..", "Evaluate after every so many steps; 0, -1: never.")                            \
-    X(I, eval_steps, "-1", "-1 ..", "Batches of an evaluation; -1: all data.")                                         \
-    X(I, eval_start_step, "0", "0 ..", "First step after which to evaluate.")                                          \
-    X(F, eval_per_device_batch_size, "0", "0 .. 1048576", "Sequences of an evaluation batch; 0: as in training.")      \
-    X(F, target_eval_loss, "0.0", "0 ..", "Stop when the evaluation loss is at most this; 0: never.")                  \
-    X(B, enable_checkpointing, "true", "", "Write checkpoints, and resume from those of the run.")                     \
-    X(I, checkpoint_period, "10000", "1 ..", "Steps between checkpoints.")                                             \
-    X(I, max_num_checkpoints_to_keep, "0", "0 ..", "Older checkpoints are removed; 0: keep all.")                      \
-    X(B, save_checkpoint_on_start, "true", "", "Write a checkpoint after step 0 too.")                                 \
-    X(B, save_checkpoint_on_completion, "true", "", "Write a checkpoint at the end.")                                  \
-    X(C, remat_policy, "none", "none", "Which activations are computed again in the backward pass.")                   \
+#define DPL_OPTION_MAP(X) \
+    X(T, base_output_directory, "", "", "Folder of the run directories; empty: runs.") \
+    X(T, run_name, "", "", "Name of the run directory; empty: run. A run there is resumed.") \
+    X(I, steps, "150001", "-1 ..", "Optimizer steps in all; -1: learning_rate_schedule_steps.") \
+    X(I, ranks, "1", "1 .. 1", "Processes that train together.") \
+    X(I, threads, "0", "0 .. 4096", "Threads; 0: as many as allowed. Results are the same.") \
+    X(C, decoder_block, "llama2", "deepseek|llama2", "Kind of layer; train needs deepseek.") \
+    X(C, attention_type, "global", "mla|global", "Kind of attention; train needs mla.") \
+    X(I, vocab_size, "32000", "1 .. 1073741824", "Token ids are 0 to vocab_size - 1; bytes: 256.") \
+    X(I, base_emb_dim, "2048", "1 .. 1048576", "Width of the model.") \
+    X(I, base_num_decoder_layers, "16", "1 .. 10000", "Decoder layers, dense and MoE; MTP aside.") \
+    X(I, first_num_dense_layers, "0", "0 .. 10000", "Leading layers that have a dense MLP.") \
+    X(I, base_mlp_dim, "7168", "1 .. 16777216", "Hidden width of a dense MLP.") \
+    X(I, base_moe_mlp_dim, "-1", "-1 .. 1048576", "Hidden width of one expert; -1: base_mlp_dim.") \
+    X(I, num_experts, "1", "1 .. 65536", "Routed experts of an MoE layer.") \
+    X(I, num_experts_per_tok, "1", "1 .. 65536", "Experts that compute each token.") \
+    X(I, shared_experts, "0", "0 .. 1024", "Experts that compute every token, as one wide MLP.") \
+    X(F, routed_scaling_factor, "1.0", "", "Multiplies the weights of the routed experts.") \
+    X(C, routed_score_func, "", "sigmoid|softmax|", "From router logits to scores.") \
+    X(B, routed_bias, "false", "", "Choose experts by score plus a bias that has no gradient.") \
+    X(F, routed_bias_update_rate, "0.0", "0 ..", "Step of that bias towards equal loads.") \
+    X(B, norm_topk_prob, "false", "", "Divide the weights of a token's experts by their sum.") \
+    X(I, n_routing_groups, "-1", "-1 .. 65536", "Groups of experts, chosen first; -1: none.") \
+    X(I, topk_routing_group, "-1", "-1 .. 65536", "Groups that stay; -1: no groups.") \
+    X(F, load_balance_loss_weight, "0.0", "0 ..", "Weight of the load balance loss.") \
+    X(C, load_balance_scope, "sequence", "sequence|batch", "What the balance loss averages over.") \
+    X(B, moe_use_megatron_seq_aux_loss, "false", "", "Megatron's balance loss; sigmoid only.") \
+    X(F, router_z_loss_weight, "0.0", "0 ..", "Weight of the squared logsumexp of router logits.") \
+    X(I, base_num_query_heads, "16", "1 .. 65536", "Attention heads.") \
+    X(I, q_lora_rank, "0", "0 .. 1048576", "Rank of the query projection; 0: full.") \
+    X(I, kv_lora_rank, "512", "1 .. 1048576", "Rank of keys and values: width of the cache.") \
+    X(I, qk_nope_head_dim, "128", "1 .. 65536", "Width of a head's unrotated query and key.") \
+    X(I, qk_rope_head_dim, "64", "2 .. 65536", "Width of the rotated part.") \
+    X(I, v_head_dim, "128", "1 .. 65536", "Width of a head's value.") \
+    X(C, rope_type, "default", "default|yarn", "Rotary frequencies: plain, or YaRN.") \
+    X(F, rope_max_timescale, "10000", "> 1", "Base of the rotary frequencies (theta).") \
+    X(B, rope_interleave, "true", "", "Rotate pairs (2i, 2i+1), as DeepSeek, instead of halves.") \
+    X(F, rope_factor, "40", "1 ..", "YaRN: how many times longer sequences become.") \
+    X(F, beta_fast, "32", "> 0", "YaRN: rotations above which a frequency stays.") \
+    X(F, beta_slow, "1", "> 0", "YaRN: rotations below which it is divided by rope_factor.") \
+    X(F, mscale, "1.0", "0 ..", "YaRN: growth of the softmax scale with rope_factor.") \
+    X(B, rope_truncate, "true", "", "YaRN: round the range between beta_slow and beta_fast.") \
+    X(I, max_position_embeddings, "163840", "1 .. 2147483647", "Longest sequence of the model.") \
+    X(I, original_max_position_embeddings, "4096", "1 .. 2147483647", "YaRN: the longest before.") \
+    X(F, normalization_layer_epsilon, "1e-5", "> 0", "Epsilon of RMSNorm.") \
+    X(B, logits_via_embedding, "false", "", "Use the embedding as output head.") \
+    X(I, mtp_num_layers, "0", "0 .. 64", "Multi-token prediction depths.") \
+    X(F, mtp_loss_scaling_factor, "0.1", "0 ..", "Weight of the multi-token prediction loss.") \
+    X(C, dtype, "bfloat16", "float32|bfloat16", "Format of weights and activations in products.") \
+    X(C, weight_init, "fan_in", "fan_in|maxtext|normal", "Fan-in, MaxText's, or N(0, init_std).") \
+    X(F, init_std, "0.02", "> 0", "Standard deviation of weight_init=normal.") \
+    X(I, init_weights_seed, "0", "0 ..", "Seed of the initial weights.") \
+    X(T, load_parameters_path, "", "", "Start from the weights of this model or checkpoint.") \
+    X(T, load_full_state_path, "", "", "Start from everything in this checkpoint directory.") \
+    X(C, dataset_type, "synthetic", "synthetic|text|bin|safetensors", "Kind of training data.") \
+    X(T, dataset_path, "", "", "Text file, token shard, folder of them; or safetensors file.") \
+    X(T, eval_dataset_path, "", "", "Data of evaluation; empty: the last part of dataset_path.") \
+    X(F, eval_split_fraction, "0.1", "0 .. 0.9", "How much of dataset_path that is; 0: nothing.") \
+    X(I, dataset_token_bytes, "0", "0 .. 4", "Token width in headerless shards; 0: has header.") \
+    X(B, packing, "true", "", "Fill sequences with documents; false: one each, then padding.") \
+    X(B, attend_across_documents, "false", "", "Ignore the borders of documents.") \
+    X(B, enable_data_shuffling, "true", "", "Draw the sequences in a random order each epoch.") \
+    X(I, data_shuffle_seed, "0", "0 ..", "Seed of that order.") \
+    X(I, num_epoch, "0", "0 ..", "End after this many passes over the data; 0: after steps.") \
+    X(I, reuse_example_batch, "0", "0 .. 1", "1: every step uses the first batch.") \
+    X(F, per_device_batch_size, "12", "1 .. 1048576", "Sequences of a micro-batch: whole number.") \
+    X(I, max_target_length, "2048", "1 .. 16777216", "Tokens of a sequence.") \
+    X(I, gradient_accumulation_steps, "1", "1 .. 65536", "Micro-batches of an optimizer step.") \
+    X(F, learning_rate, "3e-5", "0 ..", "Highest learning rate.") \
+    X(I, learning_rate_schedule_steps, "-1", "-1 ..", "Schedule length, then rate 0; -1: steps.") \
+    X(F, warmup_steps_fraction, "0.1", "0 .. 1", "Part of the schedule that warms up.") \
+    X(F, learning_rate_final_fraction, "0.1", "0 ..", "Last rate over learning_rate.") \
+    X(C, lr_schedule_type, "cosine", "cosine|wsd", "Cosine, or constant with a decay at the end.") \
+    X(F, wsd_decay_steps_fraction, "0.1", "0 .. 1", "wsd: part of the schedule that decays.") \
+    X(C, wsd_decay_style, "linear", "linear|cosine", "wsd: shape of the decay.") \
+    X(C, opt_type, "adamw", "adamw|adam_pax|sgd", "Optimizer.") \
+    X(F, adam_b1, "0.9", "0 .. 0.999999999", "Decay of the first moment.") \
+    X(F, adam_b2, "0.95", "0 .. 0.999999999", "Decay of the second moment.") \
+    X(F, adam_eps, "1e-8", "0 ..", "Added to the root of the second moment.") \
+    X(F, adam_eps_root, "0", "0 ..", "Added under that root.") \
+    X(F, adam_weight_decay, "0.1", "0 ..", "Decoupled weight decay, times the learning rate.") \
+    X(T, adamw_mask, "[]", "", "Regular expressions of tensors without weight decay.") \
+    X(T, trainable_parameters_mask, "[]", "", "Regular expressions of tensors to train; []: all.") \
+    X(F, gradient_clipping_threshold, "1.0", "0 ..", "Largest gradient norm; 0: no clipping.") \
+    X(F, z_loss_multiplier, "0.0", "0 ..", "Weight of the squared logsumexp of the logits.") \
+    X(I, eval_interval, "-1", "-1 ..", "Evaluate after every so many steps; 0, -1: never.") \
+    X(I, eval_steps, "-1", "-1 ..", "Batches of an evaluation; -1: all data.") \
+    X(I, eval_start_step, "0", "0 ..", "First step after which to evaluate.") \
+    X(F, eval_per_device_batch_size, "0", "0 .. 1048576", "Evaluation batch; 0: as in training.") \
+    X(F, target_eval_loss, "0.0", "0 ..", "Stop at this evaluation loss or less; 0: never.") \
+    X(B, enable_checkpointing, "true", "", "Write checkpoints, and resume from those of the run.") \
+    X(I, checkpoint_period, "10000", "1 ..", "Steps between checkpoints.") \
+    X(I, max_num_checkpoints_to_keep, "0", "0 ..", "Older checkpoints are removed; 0: keep all.") \
+    X(B, save_checkpoint_on_start, "true", "", "Write a checkpoint after step 0 too.") \
+    X(B, save_checkpoint_on_completion, "true", "", "Write a checkpoint at the end.") \
+    X(C, remat_policy, "none", "none", "Activations to compute again in the backward pass.") \
     X(B, step_profile, "false", "", "Print where the time of each step went.")
 // clang-format on
 
@@ -144,12 +145,11 @@ struct dpl_config {
     bool given[DPL_OPT_N]; // set by a file or an assignment
 };
 
-dpl_status dpl_config_clone(const dpl_config *config, dpl_config **config_out);
+dpl_status dpl_config_clone(const dpl_config *from, dpl_config **config_out); // NULL: defaults
 dpl_status dpl_config_put(dpl_config *config, const char *key, const char *value);
 dpl_status dpl_config_save(const dpl_config *config, const char *path); // as YAML, every key
-static inline bool dpl_is(const char *text, const char *choice)
-{
-    return strcmp(text, choice) == 0;
+static inline bool dpl_is(const char *text, const char *choice) {
+    return !strcmp(text, choice);
 }
 
 // Sizes of the model by the options alone.
@@ -159,8 +159,11 @@ dpl_status dpl_config_adopt(dpl_config *config, const char *dir, dpl_model_confi
 // What no single key can say: combinations that are wrong or not supported.
 dpl_status dpl_options_check(const dpl_options *o);
 void dpl_options_warn(const dpl_options *o, const dpl_model_config *model);
+dpl_loss_rule dpl_options_loss(const dpl_options *o);
+// A fresh model's values, by weight_init, init_std and init_weights_seed.
+void dpl_options_init(const dpl_options *o, dpl_model *model);
 
-/* ---- learning rate (schedule.c) ------------------------------------------------------------------ */
+/* ---- learning rate (schedule.c) ---- */
 
 typedef struct dpl_schedule {
     int64_t length, warmup, decay; // steps; decay only with wsd
@@ -170,7 +173,7 @@ typedef struct dpl_schedule {
 void dpl_schedule_init(const dpl_options *o, int64_t length, dpl_schedule *schedule);
 double dpl_schedule_rate(const dpl_schedule *schedule, int64_t step); // step: updates already made
 
-/* ---- data (data.c) ------------------------------------------------------------------------------- */
+/* ---- data (data.c) ---- */
 
 typedef struct dpl_tokens { // (n_batch, n_seq) each, owned
     size_t n_batch, n_seq;
@@ -192,7 +195,7 @@ void dpl_data_eval(const dpl_data *data, uint64_t first, dpl_tokens *tokens);
 // The i-th of 0 .. n-1 in the order of (seed, epoch): a permutation that needs no memory.
 uint64_t dpl_shuffle(uint64_t n, uint64_t seed, uint64_t epoch, uint64_t i);
 
-/* ---- optimizer (optimizer.c) ----------------------------------------------------------------------- */
+/* ---- optimizer (optimizer.c) ---- */
 
 typedef struct dpl_optimizer {
     dpl_model *model;
@@ -209,11 +212,7 @@ void dpl_optimizer_close(dpl_optimizer **optimizer);
 dpl_status dpl_optimizer_norm(dpl_optimizer *optimizer, double *norm_out);
 void dpl_optimizer_apply(dpl_optimizer *optimizer, double rate, double grad_scale);
 
-/* ---- the trainer (trainer.c, step.c, loop.c) ------------------------------------------------------- */
-
-// A fresh model's values, by weight_init, init_std and init_weights_seed.
-void dpl_options_init(const dpl_options *o, dpl_model *model);
-dpl_loss_rule dpl_options_loss(const dpl_options *o);
+/* ---- the trainer (trainer.c, step.c, loop.c) ---- */
 
 struct dpl_trainer {
     dpl_ctx *ctx;
@@ -235,31 +234,32 @@ struct dpl_trainer {
     atomic_bool stop; // set by signal handlers and other threads
 };
 
-// DPL_EIO: another process has the run directory. One that does not exist yet is left for the next call.
+// DPL_EIO: another process has the run directory. One that is not there is left for the next call.
 dpl_status dpl_trainer_lock(dpl_trainer *t);
 
-/* ---- checkpoints (checkpoint.c) --------------------------------------------------------------------- */
+/* ---- checkpoints (checkpoint.c) ---- */
 
-dpl_status
-dpl_checkpoint_save(dpl_trainer *t); // under the step last made; then removes what is too old
+dpl_status dpl_checkpoint_save(dpl_trainer *t); // of the last step; then removes what is too old
 dpl_status dpl_checkpoint_load(dpl_trainer *t, const char *dir); // a verified one, everything
-// The newest checkpoint of a run directory, verified; "" if there is none. A damaged one is an error that
-// names the newest good one before it. Unfinished ones of a killed process are removed if `clean`.
+// The newest checkpoint of a run directory, verified; "" if none. A damaged one is an error
+// that names the newest good one before it. What a killed process left is removed if `clean`.
 dpl_status dpl_checkpoint_newest(const char *run_dir, bool clean, char *dir_out);
-// PATH of the command line: a run directory stands for its newest checkpoint, others for themselves.
+// PATH of the command line: a run directory stands for its newest checkpoint.
 dpl_status dpl_checkpoint_resolve(const char *path, char *dir_out);
 
-/* ---- metrics (metrics.c) ------------------------------------------------------------------------------ */
+/* ---- metrics (metrics.c) ---- */
 
 void dpl_metrics_line(const dpl_trainer *t, const dpl_step_metrics *m, char *text, size_t size);
 void dpl_metrics_profile(const dpl_trainer *t, char *text, size_t size);
 // One row, a new reference; numbers that are not finite become null. NULL without memory.
 json_t *dpl_metrics_row(const dpl_trainer *t, const dpl_step_metrics *m);
 json_t *dpl_metrics_eval_row(int64_t step, const dpl_eval_metrics *m);
-// Drops the rows after `step`, without `eval` also its evaluation, and what a killed process left of its last line.
+// Drops the rows after `step`, without `eval` also its evaluation, and half a line at the end.
 dpl_status dpl_metrics_cut(const char *path, int64_t step, bool eval);
 // snprintf with a decimal point, whatever the locale.
 int dpl_format(char *text, size_t size, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
+int dpl_format_args(char *text, size_t size, const char *format, va_list args)
+    __attribute__((format(printf, 3, 0)));
 
 #endif

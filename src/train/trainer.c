@@ -1,7 +1,9 @@
-// trainer.c - opening a run: options are resolved, the model is made, loaded or resumed, data and optimizer are set up.
+// trainer.c - opening a run: options are resolved, the model is made, loaded or resumed, then data
+// and optimizer are set up.
 //
-// Three places can give the weights. A checkpoint of the run itself comes first, so that the same command goes on where
-// it was interrupted; then load_full_state_path or load_parameters_path; else the initial values of the seed.
+// Three places can give the weights. A checkpoint of the run itself comes first, so that the same
+// command goes on where it was interrupted; then load_full_state_path or load_parameters_path; else
+// the initial values of the seed.
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
@@ -16,8 +18,7 @@ typedef struct origin {
     bool own;           // of this run
 } origin;
 
-static dpl_status resolve_run(dpl_trainer *t)
-{
+static dpl_status resolve_run(dpl_trainer *t) {
     if (!t->o->base_output_directory[0])
         DPL_TRY(dpl_config_put(t->config, "base_output_directory", "runs"));
     if (!t->o->run_name[0]) DPL_TRY(dpl_config_put(t->config, "run_name", "run"));
@@ -25,10 +26,9 @@ static dpl_status resolve_run(dpl_trainer *t)
     return dpl_path_join(t->o->base_output_directory, t->o->run_name, t->run_dir);
 }
 
-// Two processes in one run directory would each remove what the other is writing. The lock goes with the process,
-// however that ends; a file system without locks is used without.
-dpl_status dpl_trainer_lock(dpl_trainer *t)
-{
+// Two processes in one run directory would each remove what the other is writing. The lock goes
+// with the process, however that ends; a file system without locks is used without.
+dpl_status dpl_trainer_lock(dpl_trainer *t) {
     char path[PATH_MAX];
     if (t->lock_fd >= 0) return DPL_OK;
     DPL_TRY(dpl_path_join(t->run_dir, ".lock", path));
@@ -43,8 +43,7 @@ dpl_status dpl_trainer_lock(dpl_trainer *t)
     return DPL_OK;
 }
 
-static dpl_status find_origin(const dpl_trainer *t, origin *from)
-{
+static dpl_status find_origin(const dpl_trainer *t, origin *from) {
     *from = (origin){0};
     if (t->o->enable_checkpointing) DPL_TRY(dpl_checkpoint_newest(t->run_dir, true, from->dir));
     from->own = from->full = from->dir[0] != '\0';
@@ -54,8 +53,7 @@ static dpl_status find_origin(const dpl_trainer *t, origin *from)
     return path[0] ? dpl_checkpoint_resolve(path, from->dir) : DPL_OK;
 }
 
-static dpl_status open_model(dpl_trainer *t, const origin *from)
-{
+static dpl_status open_model(dpl_trainer *t, const origin *from) {
     dpl_model_config sizes;
     if (from->dir[0])
         DPL_TRY(dpl_config_adopt(t->config, from->dir, &sizes));
@@ -73,8 +71,7 @@ static dpl_status open_model(dpl_trainer *t, const origin *from)
     return DPL_OK; // everything else is loaded when there is an optimizer
 }
 
-static dpl_status open_batches(dpl_trainer *t)
-{
+static dpl_status open_batches(dpl_trainer *t) {
     const size_t B = (size_t)t->o->per_device_batch_size, S = (size_t)t->o->max_target_length;
     const size_t n_rows = B * (size_t)t->o->gradient_accumulation_steps;
     const double own = t->o->eval_per_device_batch_size;
@@ -83,44 +80,29 @@ static dpl_status open_batches(dpl_trainer *t)
     DPL_TRY(dpl_tokens_alloc(own > 0 ? (size_t)own : B, S, &t->eval));
     DPL_TRY(dpl_data_open(t->o, n_rows, t->model->config.vocab, &t->data));
     if (t->o->eval_interval > 0 && dpl_data_samples(t->data, true) == 0)
-        return dpl_fail(
-            DPL_EINVAL,
-            "eval_interval is %lld, but there is no evaluation data: eval_dataset_path is "
-            "empty, eval_split_fraction is 0 or its part too short",
-            (long long)t->o->eval_interval);
+        return dpl_fail(DPL_EINVAL,
+                        "eval_interval=%lld needs evaluation data, see eval_dataset_path "
+                        "and eval_split_fraction",
+                        (long long)t->o->eval_interval);
     t->step_flops = (double)t->o->gradient_accumulation_steps *
                     dpl_model_flops(&t->model->config, B, S);
     return DPL_OK;
 }
 
-dpl_loss_rule dpl_options_loss(const dpl_options *o)
-{
-    const dpl_balance_kind kind = o->moe_use_megatron_seq_aux_loss         ? DPL_BALANCE_MEGATRON
-                                  : dpl_is(o->load_balance_scope, "batch") ? DPL_BALANCE_BATCH
-                                                                           : DPL_BALANCE_SEQUENCE;
-    return (dpl_loss_rule){o->z_loss_multiplier, o->mtp_loss_scaling_factor, kind,
-                           o->load_balance_loss_weight, o->router_z_loss_weight};
-}
-
-static void set_lengths(dpl_trainer *t)
-{
+static void set_lengths(dpl_trainer *t) {
     const dpl_options *o = t->o;
-    const int64_t steps = o->steps >= 0 ? o->steps : o->learning_rate_schedule_steps;
-    dpl_schedule_init(o,
-                      o->learning_rate_schedule_steps > 0 ? o->learning_rate_schedule_steps : steps,
-                      &t->schedule);
-    t->n_steps = steps;
-    if (o->num_epoch > 0) {
-        const double samples = (double)dpl_data_samples(t->data, false) * (double)o->num_epoch;
-        const double most = DPL_MAX(1.0, samples / (double)t->batch.n_batch);
-        if (most < (double)steps) t->n_steps = (int64_t)most;
-    }
-    t->rule = dpl_options_loss(o);
+    const int64_t scheduled = o->learning_rate_schedule_steps;
+    t->n_steps = o->steps >= 0 ? o->steps : scheduled;
+    dpl_schedule_init(o, scheduled > 0 ? scheduled : t->n_steps, &t->schedule);
+    if (o->num_epoch == 0) return;
+    const double samples = (double)dpl_data_samples(t->data, false) * (double)o->num_epoch;
+    const double most = DPL_MAX(1.0, samples / (double)t->batch.n_batch);
+    if (most < (double)t->n_steps) t->n_steps = (int64_t)most;
 }
 
-static dpl_status open_parts(dpl_trainer *t)
-{
+static dpl_status open_parts(dpl_trainer *t) {
     origin from;
+    t->o = &t->config->o;
     DPL_TRY(resolve_run(t));
     DPL_TRY(dpl_trainer_lock(t)); // later where there is no such folder yet
     DPL_TRY(find_origin(t, &from));
@@ -128,13 +110,13 @@ static dpl_status open_parts(dpl_trainer *t)
     DPL_TRY(open_batches(t));
     DPL_TRY(dpl_optimizer_open(t->o, t->model, &t->optimizer));
     set_lengths(t);
+    t->rule = dpl_options_loss(t->o);
     if (from.full) DPL_TRY(dpl_checkpoint_load(t, from.dir));
     if (from.own) t->saved = t->step - 1;
     return DPL_OK;
 }
 
-dpl_status dpl_trainer_open(dpl_ctx *ctx, const dpl_config *config, dpl_trainer **trainer_out)
-{
+dpl_status dpl_trainer_open(dpl_ctx *ctx, const dpl_config *config, dpl_trainer **trainer_out) {
     if (!ctx || !config || !trainer_out)
         return dpl_fail(DPL_EINVAL, "dpl_trainer_open: an argument is NULL");
     dpl_trainer *t = dpl_alloc(sizeof *t);
@@ -142,19 +124,13 @@ dpl_status dpl_trainer_open(dpl_ctx *ctx, const dpl_config *config, dpl_trainer 
     t->ctx = ctx;
     t->saved = t->lock_fd = -1;
     dpl_status status = dpl_config_clone(config, &t->config);
-    if (status == DPL_OK) {
-        t->o = &t->config->o;
-        status = open_parts(t);
-    }
-    if (status != DPL_OK)
-        dpl_trainer_close(&t);
-    else
-        *trainer_out = t;
+    if (status == DPL_OK) status = open_parts(t);
+    if (status != DPL_OK) dpl_trainer_close(&t);
+    if (status == DPL_OK) *trainer_out = t;
     return status;
 }
 
-void dpl_trainer_close(dpl_trainer **trainer)
-{
+void dpl_trainer_close(dpl_trainer **trainer) {
     if (!trainer || !*trainer) return;
     dpl_trainer *t = *trainer;
     dpl_optimizer_close(&t->optimizer);
@@ -170,23 +146,19 @@ void dpl_trainer_close(dpl_trainer **trainer)
     *trainer = NULL;
 }
 
-int64_t dpl_trainer_next_step(const dpl_trainer *trainer)
-{
+int64_t dpl_trainer_next_step(const dpl_trainer *trainer) {
     return trainer ? trainer->step : 0;
 }
 
-const char *dpl_trainer_run_dir(const dpl_trainer *trainer)
-{
+const char *dpl_trainer_run_dir(const dpl_trainer *trainer) {
     return trainer ? trainer->run_dir : "";
 }
 
-void dpl_trainer_stop(dpl_trainer *trainer)
-{
+void dpl_trainer_stop(dpl_trainer *trainer) {
     if (trainer) atomic_store(&trainer->stop, true);
 }
 
-dpl_status dpl_trainer_save(dpl_trainer *trainer)
-{
+dpl_status dpl_trainer_save(dpl_trainer *trainer) {
     if (!trainer) return dpl_fail(DPL_EINVAL, "dpl_trainer_save: the trainer is NULL");
     return dpl_checkpoint_save(trainer);
 }
