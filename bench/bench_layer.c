@@ -1,9 +1,8 @@
 /*
- * bench_layer.c - `bench layer`: one MoE layer of the public interface, forward, and forward with
- * backward.
+ * bench_layer.c - `bench layer`: one MoE layer of dropless.h, forward, and forward with backward.
  *
- * The router's weights are unit vectors, so the first columns of a token are its logits and any load
- * can be asked for. The limit counts operands and results once a pass, of the experts in use.
+ * The router's weights are unit vectors: the first columns of a token are its logits, so any load
+ * can be had. The limit counts operands and results once a pass, of the experts in use.
  */
 #include <math.h>
 #include <stdio.h>
@@ -88,35 +87,34 @@ static dpl_status open_layer(layer_bench *b)
 static dpl_status report(const layer_bench *b, const dpl_bench_limits *limits, double seconds,
                          bool json)
 {
-    const size_t E = b->config.rule.n_experts, K = b->config.rule.top_k;
+    const dpl_layer_config *c = &b->config;
+    const size_t E = c->rule.n_experts, K = c->rule.top_k;
     int64_t most = 0;
     double used = 0; // experts
     for (size_t e = 0; e < E; ++e) {
         most = DPL_MAX(most, b->counts[e]);
         used += b->counts[e] > 0;
     }
-    const double T = (double)b->rows, d = (double)b->config.d, f = (double)b->config.f;
-    const double shared_f = (double)b->config.shared_f,
-                 elem = (double)dpl_dtype_bytes(b->config.dtype);
+    const double T = (double)b->rows, d = (double)c->d, f = (double)c->f;
+    const double shared_f = (double)c->shared_f, elem = (double)dpl_dtype_bytes(c->dtype);
     const double router = d * (double)E, weights = 3 * d * (used * f + shared_f);
     const double passes = b->backward ? 2 : 1; // the backward pass has twice the operations
     const double flops = (2 * passes - 1) * 2 * T * (router + 3 * d * ((double)K * f + shared_f));
-    const double read = passes * (4 * router + elem * (weights + 2 * T * d)) +
-                        (b->backward ? 4 * T * d : 0);
+    const double dx = b->backward ? 4 * T * d : 0;
+    const double read = passes * (4 * router + elem * (weights + 2 * T * d)) + dx;
     const double update = b->backward ? 8 * (router + weights) : 0; // gradients accumulate
-    const double flops_s = flops / limits->flops,
-                 limit_s = DPL_MAX(flops_s, read / limits->read_bytes + update / limits->rw_bytes);
+    const double bytes_s = read / limits->read_bytes + update / limits->rw_bytes;
+    const double flops_s = flops / limits->flops, limit_s = DPL_MAX(flops_s, bytes_s);
     return dpl_bench_print(
         json_pack("{ss ss ss sI sI sI sI sI sI ss sf si ss sf sf ss sf sf}", "bench", "layer", "op",
                   b->backward ? "forward_backward" : "forward", "dtype",
-                  dtypes[b->config.dtype == DPL_BF16], "experts", (json_int_t)E, "top_k",
-                  (json_int_t)K, "d", (json_int_t)d, "f", (json_int_t)f, "shared",
-                  (json_int_t)(shared_f / f), "rows", (json_int_t)b->rows, "skew", skews[b->skew],
-                  "load_max_over_mean", (double)most * (double)E / (T * (double)K), "threads",
-                  dpl_ctx_threads(b->ctx), "kernel", b->ctx->kernels->gemm.name, "median_us",
-                  seconds * 1e6, "gflops", flops / seconds * 1e-9, "limit",
-                  limit_s > flops_s ? "bytes" : "flops", "limit_us", limit_s * 1e6, "fraction",
-                  limit_s / seconds),
+                  dtypes[c->dtype == DPL_BF16], "experts", (json_int_t)E, "top_k", (json_int_t)K,
+                  "d", (json_int_t)d, "f", (json_int_t)f, "shared", (json_int_t)(shared_f / f),
+                  "rows", (json_int_t)b->rows, "skew", skews[b->skew], "load_max_over_mean",
+                  (double)most * (double)E / (T * (double)K), "threads", dpl_ctx_threads(b->ctx),
+                  "kernel", b->ctx->kernels->gemm.name, "median_us", seconds * 1e6, "gflops",
+                  flops / seconds * 1e-9, "limit", limit_s > flops_s ? "bytes" : "flops",
+                  "limit_us", limit_s * 1e6, "fraction", limit_s / seconds),
         json);
 }
 
@@ -140,14 +138,13 @@ int dpl_bench_run_layer(dpl_bench_args *args)
     b.status = dpl_ctx_open(threads, &b.ctx);
     if (b.status == DPL_OK) b.status = open_layer(&b);
     if (b.status == DPL_OK) b.status = dpl_bench_machine(b.ctx, mbytes << 20, &limits);
-    for (int i = 0; b.status == DPL_OK && i < 2; ++i) {
-        b.backward = i == 1;
+    for (int i = 0; b.status == DPL_OK && i < 2; ++i, b.backward = true) {
         const double seconds = dpl_bench_median(runs, run_layer, &b);
         if (b.status == DPL_OK) b.status = report(&b, &limits, seconds, args->json);
     }
     if (b.status != DPL_OK) fprintf(stderr, "dropless: %s\n", dpl_error_message());
-    dpl_free(b.x), dpl_free(b.dy), dpl_free(b.y), dpl_free(b.ws), dpl_free(b.dx),
-        dpl_free(b.counts);
+    dpl_free(b.x), dpl_free(b.dy), dpl_free(b.dx), dpl_free(b.y);
+    dpl_free(b.ws), dpl_free(b.counts);
     dpl_layer_close(&b.layer);
     dpl_ctx_close(&b.ctx);
     return b.status == DPL_OK ? 0 : b.status == DPL_EINVAL ? 2 : 1;

@@ -1,9 +1,8 @@
 /*
  * bench_step.c - `bench step CONFIG`: whole optimizer steps of a configuration, data and all.
  *
- * The limit is the step's operations, as MaxText counts them, over the machine's fp32 peak: the
- * better one of two measurements, before and after the steps. Nothing is written: checkpoints are
- * off, and the run has a name that no run directory has.
+ * The limit is the step's operations, as MaxText counts them, over the best fp32 peak before and
+ * after the steps. Nothing is written: no checkpoints, and a run name that no run directory has.
  */
 #include <stdio.h>
 
