@@ -5,12 +5,15 @@
  *   1 status   2 context   3 operators of one layer   4 configuration   5 model   6 training
  *
  * These hold for every function unless its own text says otherwise.
- *   - It returns DPL_OK (0) or a negative dpl_status; dpl_error_message() then says what, where
- *     and what was expected.
+ *   - It returns DPL_OK (0) or a negative dpl_status; dpl_error_message() then says what, where and
+ *     what was expected. DPL_EINVAL (an argument is NULL, out of range or misaligned) and
+ *     DPL_ENOMEM may come from any function; others are listed.
  *   - Outputs are the last parameters, are named *_out, and are written only on success.
  *   - n_x counts things, x_bytes is a size in bytes, other lengths are in elements.
- *     Matrices are row-major; "(T, D)" is T rows of D elements.
- *   - Pointers are borrowed for the call. "Owned by the caller" names the function that releases it.
+ *     Matrices are row-major; "(T, D)" is T rows of D elements. Workspaces (ws) are scratch memory
+ *     of the caller, aligned to 64 bytes; too few ws_bytes are DPL_ENOSPC.
+ *   - Pointers are borrowed for the call. What dpl_x_open() gives is owned by the caller, who calls
+ *     dpl_x_close(): it sets the pointer to NULL; NULL, or a pointer to NULL, is fine.
  *   - A handle is used by one thread at a time. Two handles are independent.
  */
 #ifndef DROPLESS_H
@@ -31,9 +34,9 @@ extern "C" {
 #endif
 
 /*
- * Version. The soname carries DPL_VERSION_MAJOR: equal major, compatible binaries. Within one major no function
- * changes or goes, and structs grow at their end only: one that starts with struct_bytes tells the library how
- * much of it the caller knows; all others are frozen.
+ * The soname carries DPL_VERSION_MAJOR: equal major, compatible binaries. Within one major no
+ * function changes or goes, and structs grow at their end only: one that starts with struct_bytes
+ * tells the library how much of it the caller knows; all others are frozen.
  */
 #define DPL_VERSION_MAJOR 0
 #define DPL_VERSION_MINOR 1
@@ -44,16 +47,16 @@ DPL_API const char *dpl_version(void);
 
 /* ---- 1 status ------------------------------------------------------------------------------ */
 
-#define DPL_STATUS_MAP(X)                                              \
-    X(OK, 0, "success")                                                \
-    X(EINVAL, -1, "invalid argument")                                  \
-    X(ENOMEM, -2, "out of memory")                                     \
-    X(ENOSPC, -3, "the given buffer is too small")                     \
-    X(EIO, -4, "a file could not be read or written")                  \
-    X(EFORMAT, -5, "a file is damaged or of another version")          \
-    X(ECOMM, -6, "a peer failed; the communicator is unusable")        \
-    X(ENOSUP, -7, "not built in, or not on this machine")              \
-    X(ENUMERIC, -8, "a value that must be finite is not")              \
+#define DPL_STATUS_MAP(X)                                       \
+    X(OK, 0, "success")                                         \
+    X(EINVAL, -1, "invalid argument")                           \
+    X(ENOMEM, -2, "out of memory")                              \
+    X(ENOSPC, -3, "the given buffer is too small")              \
+    X(EIO, -4, "a file could not be read or written")           \
+    X(EFORMAT, -5, "a file is damaged or of another version")   \
+    X(ECOMM, -6, "a peer failed; the communicator is unusable") \
+    X(ENOSUP, -7, "not built in, or not on this machine")       \
+    X(ENUMERIC, -8, "a value that must be finite is not")       \
     X(EINTR, -9, "stopped on request")
 
 typedef enum dpl_status {
@@ -65,36 +68,22 @@ typedef enum dpl_status {
 /** The fixed text of a status code; "unknown status" for any other number. Never NULL. */
 DPL_API const char *dpl_status_text(dpl_status status);
 
-/**
- * What the last failing call of this thread found: what, where, and what was expected.
- * Valid until this thread's next failing call. Never NULL; "" before the first failure.
- */
+/** What this thread's last failing call found, until its next one fails. Never NULL; first "". */
 DPL_API const char *dpl_error_message(void);
 
 /* ---- 2 context ----------------------------------------------------------------------------- */
 
-/** Threads, kernels of this CPU, and the memory of a step. Used by one thread at a time. */
+/** Threads, kernels of this CPU, and the memory of a step. */
 typedef struct dpl_ctx dpl_ctx;
 
-/**
- * Open a context.
- *
- * @param n_threads Worker threads, the caller included; 0: as many as affinity and cgroup limits of this
- *                  process allow; 1 creates no thread. At most 4096.
- * @param ctx_out   Owned by the caller: dpl_ctx_close(). Must outlive everything opened with it.
- *
- * @return DPL_OK;
- *         DPL_EINVAL n_threads is out of range, or the environment's DPL_CPU names a level that does
- *                    not exist or that this machine does not have;
- *         DPL_ENOMEM no memory or threads.
- *
- * Collective: no.
- * Deterministic: results never depend on the number of threads.
- * Cost: creates the threads and reserves address space.
+/** Open a context.
+ * @param n_threads Worker threads, the caller included, at most 4096; 0: as many as affinity and
+ *                  cgroup limits of this process allow; 1 creates no thread.
+ * @param ctx_out   Must outlive everything opened with it.
+ * @return Also DPL_EINVAL where the environment's DPL_CPU names no level that this machine has.
+ * Collective: no. Deterministic: results never depend on the number of threads. Cost: creates them.
  */
 DPL_API dpl_status dpl_ctx_open(int n_threads, dpl_ctx **ctx_out);
-
-/** Close and set to NULL. NULL, or a pointer to NULL, is fine. */
 DPL_API void dpl_ctx_close(dpl_ctx **ctx);
 
 /** Threads of this context, the caller included. 0 for NULL. */
@@ -108,122 +97,94 @@ DPL_API const char *dpl_ctx_cpu_level(const dpl_ctx *ctx);
 /** Element type of tokens, and of the weights in compute. */
 typedef enum dpl_dtype { DPL_F32, DPL_BF16 } dpl_dtype;
 
-/**
- * A grouped GEMM: in rows offsets[g] .. offsets[g+1]-1, y = x W_g^T. Groups may be empty and may start at any
- * row: there is no alignment to keep and nothing is padded.
- */
+/** A grouped GEMM: in rows offsets[g] .. offsets[g+1]-1, y = x W_g^T. Groups may be empty and may
+ * start at any row: there is no alignment to keep and nothing is padded. */
 typedef struct dpl_gemm_grouped {
     size_t n_groups, n, k;  /* W is (n_groups, n, k); each at least 1 */
     const int64_t *offsets; /* (n_groups + 1): from 0, never decreasing, the last at most n_rows */
-    size_t n_rows;          /* rows of x, y, dx, dy; those beyond the last offset are neither read nor written */
+    size_t n_rows;          /* of x, y, dx, dy; those past the last offset are left alone */
     dpl_dtype tokens;       /* of x, y, dx, dy */
-    dpl_dtype weights;      /* class of compute: F32, or BF16: both operands rounded to bf16. Sums are fp32 always */
+    dpl_dtype weights;      /* of compute; BF16: both operands rounded. Sums are fp32 always */
     size_t ld_x, ld_y;      /* elements from row to row of x and dx (0: k), of y and dy (0: n) */
-    bool packed;            /* w comes from dpl_gemm_pack(); else it is row-major fp32, packed on the way */
+    bool packed;            /* w comes from dpl_gemm_pack(); else it is row-major fp32 */
 } dpl_gemm_grouped;
 
-/** Bytes of workspace for any of the three products: one group's weight. 0 if the sizes are invalid. */
+/** Bytes of workspace for each function below: one group's weight. 0 if the sizes are invalid. */
 DPL_API size_t dpl_gemm_workspace_bytes(const dpl_gemm_grouped *g);
 
 /** Bytes of all weights as dpl_gemm_pack() writes them. 0 if the sizes are invalid. */
 DPL_API size_t dpl_gemm_packed_bytes(const dpl_gemm_grouped *g);
 
-/**
- * Pack weights once, for many products.
- *
- * @param g          n_groups, n, k and weights (the element type to pack to) are used.
+/** Pack weights once, for many products. Uses n_groups, n, k and weights of g.
  * @param w          (n_groups, n, k), row-major, fp32.
- * @param ws         Scratch, 64-byte aligned, of ws_bytes >= dpl_gemm_workspace_bytes(g).
- * @param packed_out 64-byte aligned, dpl_gemm_packed_bytes(g) long.
- *
- * @return DPL_OK; DPL_EINVAL a size or an alignment; DPL_ENOSPC ws_bytes is too small.
- *
- * Collective: no. Deterministic: yes. Cost: one pass over w.
- */
-DPL_API dpl_status dpl_gemm_pack(dpl_ctx *ctx, const dpl_gemm_grouped *g, const float *w, void *ws, size_t ws_bytes,
-                                 void *packed_out);
+ * @param packed_out dpl_gemm_packed_bytes(g) long, 64-byte aligned.
+ * @return DPL_ENOSPC.
+ * Collective: no. Deterministic: yes. Cost: one pass over w. */
+DPL_API dpl_status dpl_gemm_pack(dpl_ctx *ctx, const dpl_gemm_grouped *g, const float *w, void *ws,
+                                 size_t ws_bytes, void *packed_out);
 
-/**
- * The three products: y = x W_g^T; dx = dy W_g; dW_g += dy_g^T x_g.
- *
+/** The three products: y = x W_g^T; dx = dy W_g; dW_g += dy_g^T x_g.
  * @param x, dy    (n_rows, k) with ld_x and (n_rows, n) with ld_y, in g->tokens. Never written.
  * @param w        (n_groups, n, k) row-major fp32, or packed when g->packed.
- * @param ws       Scratch, 64-byte aligned, of ws_bytes >= dpl_gemm_workspace_bytes(g). NULL and 0 will do where
- *                 g->packed, in forward and dgrad.
+ * @param ws       NULL and 0 bytes will do where g->packed, in forward and dgrad.
  * @param y_out, dx_out  Written for the rows of groups. Must not overlap the inputs.
- * @param dw       (n_groups, n, k) row-major fp32, accumulated. That of an empty group keeps its bits.
- *
- * @return DPL_OK;
- *         DPL_EINVAL a size, offset, row distance or alignment; the message names group or field;
- *         DPL_ENOSPC ws_bytes is too small.
- *
- * Collective: no.
- * Deterministic: the bits of a row of y and dx depend on that row, W_g and the CPU level alone.
- * Cost: 2 * rows * n * k operations; without g->packed also one pass over the weights of groups that have rows.
+ * @param dw       (n_groups, n, k) row-major fp32. That of an empty group keeps its bits.
+ * @return DPL_ENOSPC; the message of DPL_EINVAL names group or field.
+ * Collective: no. Deterministic: a row of y and dx depends on that row, W_g and CPU level alone.
+ * Cost: 2 * rows * n * k operations; not packed: a pass over the weights of groups that have rows.
  */
-DPL_API dpl_status dpl_gemm_grouped_forward(dpl_ctx *ctx, const dpl_gemm_grouped *g, const void *x, const void *w,
-                                            void *ws, size_t ws_bytes, void *y_out);
-DPL_API dpl_status dpl_gemm_grouped_dgrad(dpl_ctx *ctx, const dpl_gemm_grouped *g, const void *dy, const void *w,
-                                          void *ws, size_t ws_bytes, void *dx_out);
-DPL_API dpl_status dpl_gemm_grouped_wgrad(dpl_ctx *ctx, const dpl_gemm_grouped *g, const void *dy, const void *x,
-                                          void *ws, size_t ws_bytes, float *dw);
+DPL_API dpl_status dpl_gemm_grouped_forward(dpl_ctx *ctx, const dpl_gemm_grouped *g, const void *x,
+                                            const void *w, void *ws, size_t ws_bytes, void *y_out);
+DPL_API dpl_status dpl_gemm_grouped_dgrad(dpl_ctx *ctx, const dpl_gemm_grouped *g, const void *dy,
+                                          const void *w, void *ws, size_t ws_bytes, void *dx_out);
+DPL_API dpl_status dpl_gemm_grouped_wgrad(dpl_ctx *ctx, const dpl_gemm_grouped *g, const void *dy,
+                                          const void *x, void *ws, size_t ws_bytes, float *dw);
 
 /** How experts are chosen. DeepSeek-V3: sigmoid, group_top2 and norm_topk true. */
 typedef struct dpl_route_rule {
     size_t n_experts, top_k;     /* E: 1 to 65536, K: 1 to E */
-    size_t n_groups, top_groups; /* 1, 1: no groups; n_groups divides E and the kept groups hold K experts */
-    bool sigmoid;                /* score: sigmoid of the logit; else softmax over all E, before the choice */
-    bool group_top2;             /* a group's score: the sum of its two best (DeepSeek-V3), else its best (V2) */
+    size_t n_groups, top_groups; /* 1, 1: none; n_groups divides E, kept ones hold K experts */
+    bool sigmoid;                /* score: sigmoid of the logit; else softmax over all E */
+    bool group_top2;             /* a group's score: sum of its two best (V3), else its best (V2) */
     bool norm_topk;              /* weights divided by (their sum + 1e-20) */
     float scale;                 /* the weights times this (routed_scaling_factor) */
 } dpl_route_rule;
 
-/**
- * Choose K experts for each token: the best by score + bias, equal ones by lower id; weights are scores without bias.
- *
+/** Choose K experts for each token: the best by score + bias, equal ones by lower id; weights are
+ * scores without bias.
  * @param n_tokens    T; T * K at most 2^31 - 1.
- * @param logits      (T, E).
- * @param bias        (E), or NULL.
- * @param segment     (T): 0 is padding, which is not routed (ids -1, weights 0) nor counted. NULL: no padding.
+ * @param logits, bias  (T, E); (E), or NULL.
+ * @param segment     (T): 0 is padding, not routed (ids -1, weights 0) nor counted. NULL: none.
  * @param score_out   (T, E), for dpl_router_route_backward().
- * @param ids_out     (T, K), in falling order of choice.
- * @param weights_out (T, K).
+ * @param ids_out, weights_out  (T, K), in falling order of choice.
  * @param counts_out  (E): tokens that chose each expert. NULL: not wanted.
- *
- * @return DPL_OK; DPL_EINVAL the rule or a size; DPL_ENUMERIC a logit is NaN or infinite, the message names the token.
- *
- * Collective: no. Deterministic: a token's result depends on that token alone. Cost: T * E.
- */
-DPL_API dpl_status dpl_router_route(dpl_ctx *ctx, const dpl_route_rule *rule, size_t n_tokens, const float *logits,
-                                    const float *bias, const int32_t *segment, float *score_out, int32_t *ids_out,
-                                    float *weights_out, int64_t *counts_out);
+ * @return DPL_ENUMERIC a logit is NaN or infinite, the message names the token.
+ * Collective: no. Deterministic: a token's result depends on that token alone. Cost: T * E. */
+DPL_API dpl_status dpl_router_route(dpl_ctx *ctx, const dpl_route_rule *rule, size_t n_tokens,
+                                    const float *logits, const float *bias, const int32_t *segment,
+                                    float *score_out, int32_t *ids_out, float *weights_out,
+                                    int64_t *counts_out);
 
-/**
- * dlogits_out (T, E) from dweights (T, K) and what dpl_router_route() gave. Errors as there; an id that is out of
+/** dlogits_out (T, E) from dweights (T, K) and what dpl_router_route() gave. An id that is out of
  * range or twice in a token is DPL_EINVAL.
- *
- * Collective: no. Deterministic: yes. Cost: T * E.
- */
-DPL_API dpl_status dpl_router_route_backward(dpl_ctx *ctx, const dpl_route_rule *rule, size_t n_tokens,
-                                             const float *score, const int32_t *ids, const float *dweights,
+ * Collective: no. Deterministic: yes. Cost: T * E. */
+DPL_API dpl_status dpl_router_route_backward(dpl_ctx *ctx, const dpl_route_rule *rule,
+                                             size_t n_tokens, const float *score,
+                                             const int32_t *ids, const float *dweights,
                                              float *dlogits_out);
 
-/**
- * Sort slots by expert, then token; slot = token * K + k.
- *
- * @param ids          (T, K): 0 to E-1, distinct within a token; -1 skips the slot.
+/** Sort slots by expert, then token; slot = token * K + k.
+ * @param ids          (T, K): 0 to E-1, distinct within a token; -1 skips the slot. The message of
+ *                     DPL_EINVAL names the token.
  * @param offsets_out  (E + 1): the rows of expert e are offsets[e] .. offsets[e+1]-1.
  * @param slot_row_out (T * K): the row of a slot, -1 where skipped.
  * @param row_slot_out (T * K): the slot of a row; offsets[E] entries are written.
- *
- * @return DPL_OK; DPL_EINVAL a size or an id; the message names the token.
- *
- * Collective: no. Deterministic: yes. Cost: T * K.
- */
-DPL_API dpl_status dpl_moe_permute(dpl_ctx *ctx, const int32_t *ids, size_t n_tokens, size_t top_k, size_t n_experts,
-                                   int64_t *offsets_out, int32_t *slot_row_out, int32_t *row_slot_out);
+ * Collective: no. Deterministic: yes. Cost: T * K. */
+DPL_API dpl_status dpl_moe_permute(dpl_ctx *ctx, const int32_t *ids, size_t n_tokens, size_t top_k,
+                                   size_t n_experts, int64_t *offsets_out, int32_t *slot_row_out,
+                                   int32_t *row_slot_out);
 
-/** One MoE layer: router, experts with SwiGLU, and a shared expert if wanted. Holds weights and their gradients. */
+/** One MoE layer: router, SwiGLU experts, shared expert if wanted; their weights and gradients. */
 typedef struct dpl_layer dpl_layer;
 
 typedef struct dpl_layer_config {
@@ -235,10 +196,10 @@ typedef struct dpl_layer_config {
 
 /** Row-major fp32, shaped as Hugging Face checkpoints have them, the experts of a layer stacked. */
 typedef struct dpl_layer_weights {
-    const float *router;                                 /* (E, D) */
-    const float *bias;                                   /* (E), only for the choice; NULL: none */
-    const float *gate, *up, *down;                       /* (E, F, D), (E, F, D), (E, D, F) */
-    const float *shared_gate, *shared_up, *shared_down;  /* the same of one expert; NULL without a shared expert */
+    const float *router;                                /* (E, D) */
+    const float *bias;                                  /* (E), only for the choice; NULL: none */
+    const float *gate, *up, *down;                      /* (E, F, D), (E, F, D), (E, D, F) */
+    const float *shared_gate, *shared_up, *shared_down; /* of one expert; NULL with shared_f 0 */
 } dpl_layer_weights;
 
 typedef struct dpl_layer_gradients { /* the same shapes; NULL: not wanted */
@@ -246,73 +207,47 @@ typedef struct dpl_layer_gradients { /* the same shapes; NULL: not wanted */
 } dpl_layer_gradients;
 
 /**
- * Open a layer. Its weights are zero until dpl_layer_set_weights(), its gradients until dpl_layer_backward().
- *
- * @param ctx       Must outlive the layer. Any number of layers may share it, on one thread.
- * @param layer_out Owned by the caller: dpl_layer_close().
- *
- * @return DPL_OK; DPL_EINVAL a size or the rule; DPL_ENOMEM no memory for weights and gradients.
- *
- * Collective: no. Deterministic: yes. Cost: memory of one copy of the weights in dtype and one in fp32.
- */
-DPL_API dpl_status dpl_layer_open(const dpl_layer_config *config, dpl_ctx *ctx, dpl_layer **layer_out);
-
-/** Close and set to NULL. NULL, or a pointer to NULL, is fine. */
+ * Open a layer with zero weights and gradients. ctx must outlive it; any number of layers may share
+ * one, on one thread.
+ * Collective: no. Deterministic: yes. Cost: memory of the weights in dtype and once in fp32. */
+DPL_API dpl_status dpl_layer_open(const dpl_layer_config *config, dpl_ctx *ctx,
+                                  dpl_layer **layer_out);
 DPL_API void dpl_layer_close(dpl_layer **layer);
 
-/**
- * Copy all weights into the layer. DPL_EINVAL: one that the layer needs is NULL, or a bias or router weight is not
- * finite; nothing is changed then.
- *
- * Collective: no. Deterministic: yes. Cost: one pass over the weights.
- */
+/** Copy all weights into the layer. DPL_EINVAL: one that the layer needs is NULL, or a bias or
+ * router weight is not finite; nothing is changed then.
+ * Collective: no. Deterministic: yes. Cost: one pass over the weights. */
 DPL_API dpl_status dpl_layer_set_weights(dpl_layer *layer, const dpl_layer_weights *weights);
 
-/** Bytes of workspace that a forward pass of n_tokens keeps, whatever the routing. 0 if T * K exceeds 2^31 - 1. */
+/** Bytes that a forward pass of n_tokens keeps, whatever the routing. 0: T * K exceeds 2^31 - 1. */
 DPL_API size_t dpl_layer_workspace_bytes(const dpl_layer *layer, size_t n_tokens);
 
-/**
- * Run the layer forward. No token is dropped.
- *
+/** Run the layer forward. No token is dropped.
  * @param x          Tokens, (T, D), row r at x + r * ld_x elements. ld_x: at least D, or 0 for D.
  * @param n_tokens   T; may be 0 and differ from call to call.
- * @param segment    (T): 0 is padding: such a token is not routed, only the shared expert sees it. NULL: no padding.
- * @param ws         64-byte aligned, of ws_bytes >= dpl_layer_workspace_bytes(). It keeps what backward needs: leave
- *                   it alone until then. Any number of passes may be under way, each with its own.
+ * @param segment    (T): 0 is padding, which only the shared expert sees. NULL: no padding.
+ * @param ws         dpl_layer_workspace_bytes(), left alone until backward, which needs it. Any
+ *                   number of passes may be under way, each with its own.
  * @param y_out      (T, D), row distance ld_y. Must not overlap x.
  * @param counts_out (E): tokens that chose each expert. NULL: not wanted.
- *
- * @return DPL_OK;
- *         DPL_EINVAL a size, row distance or alignment; DPL_ENOSPC ws_bytes is too small;
- *         DPL_ENUMERIC a router logit is NaN or infinite, the message names the token; DPL_ENOMEM.
- *
- * Collective: no.
- * Deterministic: a row of y depends on that row of x, the weights and the CPU level alone.
- * Cost: 6 * D * F * (T * K) operations and the shared expert's; step memory of the context for the rows that arrive.
- */
+ * @return DPL_ENOSPC; DPL_ENUMERIC a router logit is NaN or infinite, the message names the token.
+ * Collective: no. Deterministic: a row of y depends on that row of x, weights and CPU level alone.
+ * Cost: 6 * D * F * (T * K) operations and the shared expert's; step memory of ctx for the rows. */
 DPL_API dpl_status dpl_layer_forward(dpl_layer *layer, const void *x, size_t ld_x, size_t n_tokens,
-                                     const int32_t *segment, void *ws, size_t ws_bytes, void *y_out, size_t ld_y,
-                                     int64_t *counts_out);
+                                     const int32_t *segment, void *ws, size_t ws_bytes, void *y_out,
+                                     size_t ld_y, int64_t *counts_out);
 
-/**
- * Run the layer backward: gradients of the weights accumulate in the layer, dx is written.
- *
+/** Run the layer backward: gradients of the weights accumulate in the layer, dx is written.
  * @param x      As in the forward pass, unchanged.
- * @param ws     From dpl_layer_forward() of this layer. It is read only: the call may be repeated.
+ * @param ws     From dpl_layer_forward() of this layer, else DPL_EINVAL. Is read only.
  * @param dy     (T, D), row distance ld_dy (0: D), in dtype. Never written.
  * @param dx_out (T, D) fp32, row distance ld_dx (0: D). Must not overlap the inputs.
- *
- * @return DPL_OK; DPL_EINVAL a row distance, or ws holds no forward pass of this layer; DPL_ENOMEM.
- *
- * Collective: no. Deterministic: yes. Cost: twice that of forward.
- */
-DPL_API dpl_status dpl_layer_backward(dpl_layer *layer, const void *x, size_t ld_x, const void *ws, const void *dy,
-                                      size_t ld_dy, float *dx_out, size_t ld_dx);
+ * Collective: no. Deterministic: yes. Cost: twice that of forward. */
+DPL_API dpl_status dpl_layer_backward(dpl_layer *layer, const void *x, size_t ld_x, const void *ws,
+                                      const void *dy, size_t ld_dy, float *dx_out, size_t ld_dx);
 
-/** Set all gradients to zero. */
+/** Set all gradients to zero; copy out those whose pointers are not NULL. */
 DPL_API void dpl_layer_zero_gradients(dpl_layer *layer);
-
-/** Copy gradients out, those whose pointers are not NULL. DPL_EINVAL: layer or gradients is NULL. */
 DPL_API dpl_status dpl_layer_get_gradients(dpl_layer *layer, const dpl_layer_gradients *gradients);
 
 /* ---- 4 configuration ----------------------------------------------------------------------- */
@@ -322,40 +257,27 @@ typedef struct dpl_config dpl_config;
 
 typedef struct dpl_option_info {
     const char *name;          /* the key, "learning_rate" */
-    const char *type;          /* "integer", "number", "true|false", "text", or the choices "a|b|c" */
+    const char *type;          /* "integer", "number", "true|false", "text", or "a|b|c": choices */
     const char *default_value; /* as text, "" if empty */
     const char *range;         /* "0 .. 1", "" if any value of the type will do */
     const char *help;          /* one sentence */
 } dpl_option_info;
 
-/**
- * Options with their defaults, then those of a YAML file.
- *
- * @param path       A flat YAML mapping of keys; NULL: the defaults alone.
- * @param config_out Owned by the caller: dpl_config_close().
- *
- * @return DPL_OK; DPL_EIO, DPL_EFORMAT for the file; DPL_EINVAL for a key that does not exist (the message
- *         names the nearest one), a value out of range, or a MaxText key that would change the result and is
- *         not supported. The message names file, line and key. DPL_ENOMEM.
- *
- * Collective: no. Deterministic: yes. Cost: reads one small file.
- */
+/** Options with their defaults, then those of a YAML file.
+ * @param path A flat YAML mapping of keys; NULL: the defaults alone.
+ * @return DPL_EIO, DPL_EFORMAT for the file; DPL_EINVAL for an unknown key (the message has the
+ *         nearest one), a value out of range, or a MaxText key that would change the result and is
+ *         not supported. The message names file, line and key.
+ * Collective: no. Deterministic: yes. Cost: reads one small file. */
 DPL_API dpl_status dpl_config_open(const char *path, dpl_config **config_out);
-
-/** Close and set to NULL. NULL, or a pointer to NULL, is fine. */
 DPL_API void dpl_config_close(dpl_config **config);
 
-/**
- * Set one option from "key=value". Errors as dpl_config_open(); on error nothing changes.
- *
- * Collective: no. Deterministic: yes. Cost: none.
- */
+/** Set one option from "key=value". Errors as dpl_config_open(); on error nothing changes.
+ * Collective: no. Deterministic: yes. Cost: none. */
 DPL_API dpl_status dpl_config_set(dpl_config *config, const char *assignment);
 
-/**
- * The value of an option as text that dpl_config_set() reads back. NULL for an unknown key. Valid until the
- * option is set again or the configuration closed.
- */
+/** The value of an option as text that dpl_config_set() reads back, valid until the option is set
+ * again or the configuration closed. NULL for an unknown key. */
 DPL_API const char *dpl_config_get(const dpl_config *config, const char *key);
 
 /** Options there are; and the i-th of them in the order of --help (DPL_EINVAL past the end). */
@@ -364,176 +286,119 @@ DPL_API dpl_status dpl_config_option(size_t i, dpl_option_info *info_out);
 
 /* ---- 5 model ------------------------------------------------------------------------------- */
 
-/**
- * A transformer of the deepseek_v3 family and its weights.
- *
- * Everywhere below, PATH is a model directory (config.json and safetensors, as Hugging Face transformers has
- * them), a checkpoint directory, or a run directory, which stands for its newest whole checkpoint. The checksums
- * of a checkpoint are verified whenever it is opened.
+/** A transformer of the deepseek_v3 family and its weights.
+ * Everywhere below, PATH is a model directory (config.json and safetensors, as Hugging Face
+ * transformers has them), a checkpoint directory, or a run directory, which stands for its newest
+ * whole checkpoint. What reads weights or describes them verifies a checkpoint's checksums first.
  */
 typedef struct dpl_model dpl_model;
 
-/**
- * The options that belong to a model: those of its run (config.yml) where PATH is a run directory or a
- * checkpoint in one, else the defaults with `dtype` and `max_target_length` as its config.json has them.
- *
- * @param path       PATH.
- * @param config_out Owned by the caller: dpl_config_close().
- *
- * @return DPL_OK; DPL_EIO no model is there; DPL_EFORMAT, DPL_EINVAL its files are damaged; DPL_ENOMEM.
- *
- * Collective: no. Deterministic: yes. Cost: reads small files.
- */
+/** The options that belong to the model at PATH: those of its run (config.yml) where it is a run
+ * directory or a checkpoint in one, else defaults with `dtype` and `max_target_length` as its
+ * config.json has them. DPL_EIO no model is there; DPL_EFORMAT, DPL_EINVAL its files are damaged.
+ * Collective: no. Deterministic: yes. Cost: reads small files. */
 DPL_API dpl_status dpl_config_open_model(const char *path, dpl_config **config_out);
 
-/**
- * Open a model: from files, or new with initial weights.
- *
- * @param ctx       Must outlive the model.
- * @param path      PATH; NULL: the model that `config` describes, initialized by its `weight_init`,
- *                  `init_std` and `init_weights_seed`.
- * @param config    With a path only its `dtype` is used: the type to compute in. NULL: the type that
- *                  config.json names. Must not be NULL without a path.
- * @param model_out Owned by the caller: dpl_model_close().
- *
- * @return DPL_OK; DPL_EINVAL sizes that cannot be; DPL_EIO, DPL_EFORMAT the files; DPL_ENOSUP a field that
- *         would change the result and is not supported; DPL_ENOMEM.
- *
- * Collective: no. Deterministic: yes. Cost: reads all weights; 4 bytes of memory a parameter, 6 in bfloat16.
- */
+/** Open a model: from files, or new with initial weights.
+ * @param ctx    Must outlive the model.
+ * @param path   PATH; NULL: the model that `config` describes, initialized by its `weight_init`,
+ *               `init_std` and `init_weights_seed`.
+ * @param config With a path only its `dtype` is used, the type to compute in; NULL: the type that
+ *               config.json names.
+ * @return DPL_EINVAL sizes that cannot be; DPL_EIO, DPL_EFORMAT the files; DPL_ENOSUP a field that
+ *         would change the result and is not supported.
+ * Collective: no. Deterministic: yes.
+ * Cost: reads all weights; 4 bytes of memory a parameter, 6 in bfloat16. */
 DPL_API dpl_status dpl_model_open(dpl_ctx *ctx, const char *path, const dpl_config *config,
                                   dpl_model **model_out);
-
-/** Close and set to NULL. NULL, or a pointer to NULL, is fine. */
 DPL_API void dpl_model_close(dpl_model **model);
 
 typedef struct dpl_model_info {
-    size_t struct_bytes;       /* set by the caller: sizeof(dpl_model_info) */
-    const char *family;        /* "deepseek_v3" */
-    const char *dtype;         /* of compute: "float32" or "bfloat16" */
+    size_t struct_bytes; /* set by the caller: sizeof(dpl_model_info) */
+    const char *family;  /* "deepseek_v3" */
+    const char *dtype;   /* of compute: "float32" or "bfloat16" */
     size_t vocab, width, n_heads;
-    size_t n_layers, n_dense_layers, n_mtp_layers; /* n_layers holds the dense ones, not the MTP ones */
+    size_t n_layers, n_dense_layers, n_mtp_layers; /* n_layers: with the dense, without the MTP */
     size_t n_experts, n_experts_per_token, n_shared_experts;
-    size_t positions_max;      /* max_position_embeddings */
-    uint64_t n_params;         /* trainable, MTP layers not counted */
-    uint64_t n_active_params;  /* of them, what one token uses */
-    uint64_t n_mtp_params;     /* MTP layers, without their copies of embedding and head */
-    double flops_per_token;    /* forward and backward at a sequence of positions_max, MaxText's count */
+    size_t positions_max;           /* max_position_embeddings */
+    uint64_t n_params;              /* trainable, MTP layers not counted */
+    uint64_t n_active_params;       /* of them, what one token uses */
+    uint64_t n_mtp_params;          /* MTP layers, without their copies of embedding and head */
+    double flops_per_token;         /* of training at positions_max tokens, MaxText's count */
     uint64_t cache_bytes_per_token; /* of a generator */
 } dpl_model_info;
 
-/**
- * Sizes of a model. Fields beyond `struct_bytes` are not written. DPL_EINVAL: struct_bytes was not set.
- *
- * Collective: no. Deterministic: yes. Cost: none.
- */
+/** Sizes of a model. Fields beyond `struct_bytes` are not written. DPL_EINVAL: it was not set.
+ * Collective: no. Deterministic: yes. Cost: none. */
 DPL_API dpl_status dpl_model_get_info(const dpl_model *model, dpl_model_info *info);
 
-/**
- * Logits of a batch.
- *
+/** Logits of a batch.
  * @param ids        Tokens, (B, S), each from 0 to vocab - 1. Positions are 0 .. S-1.
  * @param n_batch    B, at least 1.
  * @param n_seq      S, from 1 to positions_max.
  * @param logits_out (B, S, vocab) in fp32.
- *
- * @return DPL_OK; DPL_EINVAL a size or an id out of range; DPL_ENUMERIC a value that is not finite, with its
- *         layer; DPL_ENOMEM.
- *
- * Collective: no. Deterministic: yes; the bits of a row of the batch do not depend on the other rows.
- * Cost: one forward pass.
- */
-DPL_API dpl_status dpl_model_forward(dpl_model *model, const int32_t *ids, size_t n_batch, size_t n_seq,
-                                     float *logits_out);
+ * @return DPL_ENUMERIC a value that is not finite, with its layer.
+ * Collective: no. Deterministic: yes, each row of the batch by itself. Cost: one forward pass. */
+DPL_API dpl_status dpl_model_forward(dpl_model *model, const int32_t *ids, size_t n_batch,
+                                     size_t n_seq, float *logits_out);
 
-/**
- * Cross-entropy of a batch, in nats, without auxiliary losses.
- *
+/** Cross-entropy of a batch, in nats, without auxiliary losses; all else as dpl_model_forward().
  * @param targets      (B, S): the token that each position predicts; negative: none.
  * @param loss_sum_out Sum over the positions that have a target.
- * @param n_tokens_out Their number; may be NULL.
- *
- * Other parameters, errors and the rest as dpl_model_forward().
- */
+ * @param n_tokens_out Their number; may be NULL. */
 DPL_API dpl_status dpl_model_loss(dpl_model *model, const int32_t *ids, const int32_t *targets,
-                                  size_t n_batch, size_t n_seq, double *loss_sum_out, size_t *n_tokens_out);
+                                  size_t n_batch, size_t n_seq, double *loss_sum_out,
+                                  size_t *n_tokens_out);
 
 /** Called between steps of long work. Anything but 0 stops it with DPL_EINTR. */
 typedef int (*dpl_progress_fn)(void *arg, uint64_t n_done, uint64_t n_total);
 
-/**
- * Mean loss over a text. Each document is cut into windows of `max_target_length` that do not overlap; each of
- * its tokens but the first is predicted exactly once.
- *
+/** Mean loss over a text. Each document is cut into windows of `max_target_length` that do not
+ * overlap; each of its tokens but the first is predicted exactly once.
  * @param data_path File or folder of the kind `dataset_type` (text or bin) of the configuration.
- * @param config    Used: dataset_type, max_target_length, eval_per_device_batch_size, per_device_batch_size,
- *                  eval_steps (batches at most; -1: all). NULL: defaults.
+ * @param config    Used: dataset_type, max_target_length, eval_per_device_batch_size,
+ *                  per_device_batch_size, eval_steps (batches at most; -1: all). NULL: defaults.
  * @param progress  NULL: none. Counts batches. `arg` is handed to it.
  * @param loss_out  Nats per token.
  * @param n_tokens_out Tokens predicted; may be NULL.
- *
- * @return As dpl_model_forward(); DPL_EIO, DPL_EFORMAT for the data; DPL_EINTR.
- *
- * Collective: no. Deterministic: yes. Cost: one forward pass a batch.
- */
+ * @return DPL_ENUMERIC as dpl_model_forward(); DPL_EIO, DPL_EFORMAT for the data; DPL_EINTR.
+ * Collective: no. Deterministic: yes. Cost: one forward pass a batch. */
 DPL_API dpl_status dpl_model_eval(dpl_model *model, const char *data_path, const dpl_config *config,
                                   dpl_progress_fn progress, void *arg, double *loss_out,
                                   uint64_t *n_tokens_out);
 
-/**
- * Write a model directory that transformers and dpl_model_open() read: all of it, or nothing under that name.
- *
- * @param path        The directory; made, or replaced if it is a model directory already.
- * @param dtype       "float32" or "bfloat16", of the matrices in the file. Router and its bias stay float32.
+/** Write a model directory that transformers and dpl_model_open() read: all of it, or nothing.
+ * @param path        Made, or replaced if it is a model directory; anything else is DPL_EINVAL.
+ * @param dtype       "float32" or "bfloat16", of matrices. Router and its bias stay float32.
  * @param shard_bytes Weights per file at most; 0: one file.
- *
- * @return DPL_OK; DPL_EINVAL dtype, or `path` is something else than a model directory; DPL_EIO; DPL_ENOMEM.
- *
- * Collective: no. Deterministic: yes. Cost: writes all weights and syncs.
- */
-DPL_API dpl_status dpl_model_write(dpl_model *model, const char *path, const char *dtype, size_t shard_bytes);
+ * @return DPL_EIO.
+ * Collective: no. Deterministic: yes. Cost: writes all weights and syncs. */
+DPL_API dpl_status dpl_model_write(dpl_model *model, const char *path, const char *dtype,
+                                   size_t shard_bytes);
 
-/* Generating text: one token at a time, with a cache of the compressed latent. */
+/** Generating text: one token at a time, with a cache of the compressed latent. */
 typedef struct dpl_generator dpl_generator;
 
 typedef struct dpl_generator_options {
-    size_t struct_bytes;  /* sizeof(dpl_generator_options) */
-    size_t tokens_max;    /* prompt and answer together; at most positions_max. Sizes the cache */
-    double temperature;   /* 0: always the likeliest token (the lowest id among equals) */
-    double top_p;         /* above 0, to 1: the smallest set of tokens with this probability together */
+    size_t struct_bytes; /* sizeof(dpl_generator_options) */
+    size_t tokens_max;   /* prompt and answer together; at most positions_max. Sizes the cache */
+    double temperature;  /* 0: always the likeliest token (the lowest id among equals) */
+    double top_p;        /* above 0, to 1: the smallest set of tokens with this probability */
     uint64_t seed;
 } dpl_generator_options;
 
-/**
- * Open a generator.
- *
- * @param model         Must outlive it and not change meanwhile.
- * @param generator_out Owned by the caller: dpl_generator_close().
- *
- * @return DPL_OK; DPL_EINVAL an option out of range; DPL_ENOMEM.
- *
+/** Open a generator. The model must outlive it and not change meanwhile.
  * Collective: no. Deterministic: equal model, options and tokens give equal tokens.
- * Cost: cache_bytes_per_token (dpl_model_info) times tokens_max.
- */
+ * Cost: cache_bytes_per_token (dpl_model_info) times tokens_max. */
 DPL_API dpl_status dpl_generator_open(dpl_model *model, const dpl_generator_options *options,
                                       dpl_generator **generator_out);
-
-/**
- * Feed n_ids >= 1 tokens of a prompt. DPL_EINVAL: an id out of range, or more than tokens_max in all.
- *
- * Collective: no. Deterministic: yes. Cost: one forward pass of n_ids tokens.
- */
-DPL_API dpl_status dpl_generator_feed(dpl_generator *generator, const int32_t *ids, size_t n_ids);
-
-/**
- * Draw the next token; it becomes part of the text. DPL_EINVAL: nothing was fed, or tokens_max is reached.
- *
- * Collective: no. Deterministic: yes. Cost: one forward pass of one token.
- */
-DPL_API dpl_status dpl_generator_next(dpl_generator *generator, int32_t *id_out);
-
-/** Close and set to NULL. NULL, or a pointer to NULL, is fine. */
 DPL_API void dpl_generator_close(dpl_generator **generator);
+
+/** Feed n_ids >= 1 tokens; or draw the next one, which becomes part of the text. DPL_EINVAL: an id
+ * out of range, more than tokens_max in all, or a draw before anything was fed.
+ * Collective: no. Deterministic: yes. Cost: one forward pass of these tokens. */
+DPL_API dpl_status dpl_generator_feed(dpl_generator *generator, const int32_t *ids, size_t n_ids);
+DPL_API dpl_status dpl_generator_next(dpl_generator *generator, int32_t *id_out);
 
 typedef struct dpl_probe_options {
     size_t struct_bytes;         /* sizeof(dpl_probe_options) */
@@ -543,57 +408,39 @@ typedef struct dpl_probe_options {
     size_t n_settings;
 } dpl_probe_options;
 
-/**
- * Run a batch through a model and write what happened inside: the means of comparing with other programs.
- *
+/** Run a batch through a model and write what happened inside, to compare with other programs.
  * @param path        PATH.
- * @param input_path  A safetensors file: input_ids (B, S), and labels (B, S) if wanted, not shifted, -100 where
- *                    there is no loss (missing: input_ids).
+ * @param input_path  A safetensors file: input_ids (B, S), and labels (B, S) if wanted, not
+ *                    shifted, -100 where there is no loss (missing: input_ids).
  * @param output_path Written, with: targets, loss_mask, logits, token_loss, loss, total_loss,
- *                    hidden.{embed,L,final}, attn.L, mlp.L, router.L.{logits,ids,weights,counts}, mtp.*; with
- *                    `grad` also grad.NAME and dhidden.L; with `n_steps` N also adamwN.NAME. NAME is the tensor's
- *                    name in the model directory.
- * @param options     NULL: no gradients, no steps. Defaults of a probe: dtype float32, mtp_loss_scaling_factor
- *                    0.3, AdamW at a constant 1e-3 (0.9, 0.95, 1e-8, decay 0.1), no clipping, bias rate 0.
- *
+ *                    hidden.{embed,L,final}, attn.L, mlp.L, router.L.{logits,ids,weights,counts},
+ *                    mtp.*; with `grad` also grad.NAME and dhidden.L; with `n_steps` N also
+ *                    adamwN.NAME. NAME is the tensor's name in the model directory.
+ * @param options     NULL: no gradients, no steps. Defaults of a probe: dtype float32,
+ *                    mtp_loss_scaling_factor 0.3, AdamW at a constant 1e-3 (0.9, 0.95, 1e-8, decay
+ *                    0.1), no clipping, bias rate 0 (with another, router.L.bias_next too).
  * @return As dpl_model_open() and dpl_model_forward().
- *
- * Collective: no. Deterministic: yes. Cost: a few passes; everything is held in memory.
- */
+ * Collective: no. Deterministic: yes. Cost: a few passes; everything is held in memory. */
 DPL_API dpl_status dpl_model_probe(dpl_ctx *ctx, const char *path, const char *input_path,
                                    const char *output_path, const dpl_probe_options *options);
 
-#define DPL_INSPECT_JSON 1u   /* one JSON object instead of lines for people */
+#define DPL_INSPECT_JSON   1u /* one JSON object instead of lines for people */
 #define DPL_INSPECT_MEMORY 2u /* bytes of memory that training will need, kind by kind */
 
-/**
- * Describe a model, or what a configuration would make: family, parameters, types, FLOPs, bytes. The checksums
- * of a checkpoint are verified.
- *
+/** Describe a model, or what a configuration would make: family, parameters, types, FLOPs, bytes.
  * @param path     PATH, or a YAML configuration of training, or a config.json.
  * @param settings "key=value" over that configuration; n_settings 0: none.
  * @param flags    DPL_INSPECT_*, or 0.
  * @param text_out Owned by the caller: dpl_text_close().
- *
  * @return As dpl_model_open(); DPL_EFORMAT too where a checksum is wrong.
- *
- * Collective: no. Deterministic: yes. Cost: reads a checkpoint once; never holds the weights.
- */
+ * Collective: no. Deterministic: yes. Cost: reads a checkpoint once; never holds the weights. */
 DPL_API dpl_status dpl_inspect(const char *path, const char *const *settings, size_t n_settings,
                                unsigned flags, char **text_out);
-
-/** Free a text that this library returned, and set to NULL. */
 DPL_API void dpl_text_close(char **text);
 
-/**
- * Verify sizes and checksums of a checkpoint.
- *
- * @param dir A checkpoint directory.
- *
- * @return DPL_OK; DPL_EFORMAT a file is damaged, missing, or there is no manifest; DPL_EIO; DPL_ENOMEM.
- *
- * Collective: no. Deterministic: yes. Cost: reads the checkpoint once.
- */
+/** Verify sizes and checksums of a checkpoint directory. DPL_EFORMAT a file is damaged or missing,
+ * or there is no manifest; DPL_EIO.
+ * Collective: no. Deterministic: yes. Cost: reads the checkpoint once. */
 DPL_API dpl_status dpl_checkpoint_verify(const char *dir);
 
 /* ---- 6 training ---------------------------------------------------------------------------- */
@@ -601,25 +448,24 @@ DPL_API dpl_status dpl_checkpoint_verify(const char *dir);
 /** One training run: model, data, optimizer, and the run directory. */
 typedef struct dpl_trainer dpl_trainer;
 
-/** What one optimizer step did. Sums over the global batch are divided by its number of loss tokens. */
+/** One optimizer step. Sums over the global batch are divided by its number of loss tokens. */
 typedef struct dpl_step_metrics {
-    int64_t step;          /* from 0 */
-    double seconds;        /* wall time of the step, data included */
-    double loss;           /* what is minimized, auxiliary losses included */
-    double lm_loss;        /* cross entropy in nats per token, z-loss included */
-    double perplexity;     /* exp(lm_loss) */
-    double z_loss;         /* its z part, weighted */
-    double mtp_loss;       /* multi-token prediction, weighted */
-    double moe_lb_loss;    /* load balance, weighted */
-    double router_z_loss;  /* weighted */
-    double total_weights;  /* tokens that counted in the loss */
+    int64_t step;         /* from 0 */
+    double seconds;       /* wall time of the step, data included */
+    double loss;          /* what is minimized, auxiliary losses included */
+    double lm_loss;       /* cross entropy in nats per token, z-loss included */
+    double perplexity;    /* exp(lm_loss) */
+    double z_loss;        /* its z part, weighted */
+    double mtp_loss;      /* multi-token prediction, weighted */
+    double moe_lb_loss;   /* load balance, weighted */
+    double router_z_loss; /* weighted */
+    double total_weights; /* tokens that counted in the loss */
     double learning_rate;
-    double raw_grad_norm;  /* before clipping */
-    double grad_norm;      /* after */
+    double raw_grad_norm, grad_norm; /* before and after clipping */
     double tflops_per_device, tokens_per_s_per_device;
-    double mfu;            /* fraction of the measured peak of this machine; 0: not measured */
+    double mfu; /* fraction of the measured peak of this machine; 0: not measured */
     double gmm_ms, dispatch_ms, combine_ms;
-    double load_max_over_mean; /* busiest expert over the mean, worst layer; 0 without MoE layers */
+    double load_max_over_mean; /* busiest expert, worst layer; 0 without MoE layers */
 } dpl_step_metrics;
 
 /** One evaluation. */
@@ -629,7 +475,8 @@ typedef struct dpl_eval_metrics {
     int64_t n_tokens;  /* tokens predicted */
 } dpl_eval_metrics;
 
-/** Called by dpl_trainer_run() on its own thread; each may be NULL. Must not call the trainer, but dpl_trainer_stop(). */
+/** Called by dpl_trainer_run() on its own thread; each may be NULL. Must not call the trainer, but
+ * dpl_trainer_stop(). */
 typedef struct dpl_trainer_events {
     void *arg;
     void (*line)(void *arg, const char *line); /* every line of log.txt, without its end */
@@ -637,25 +484,18 @@ typedef struct dpl_trainer_events {
     void (*eval)(void *arg, int64_t step, const dpl_eval_metrics *metrics);    /* after its line */
 } dpl_trainer_events;
 
-/**
- * Make ready for training: check the options, open the data, make or load the model. The run continues
- * after the newest checkpoint of base_output_directory/run_name, which wins over load_parameters_path.
- *
- * @param ctx         Must outlive the trainer.
- * @param config      Copied.
- * @param trainer_out Owned by the caller: dpl_trainer_close().
- *
- * @return DPL_OK;
- *         DPL_EINVAL  options that do not fit together, or with the model directory or checkpoint;
- *         DPL_EIO, DPL_EFORMAT  data, model or checkpoint cannot be read; a damaged checkpoint is named with
- *                     the place of the damage and the newest good one before it;
- *         DPL_ENOMEM.
- *
- * Collective: all ranks. Deterministic: yes. Cost: memory of the model, gradients and optimizer.
- */
-DPL_API dpl_status dpl_trainer_open(dpl_ctx *ctx, const dpl_config *config, dpl_trainer **trainer_out);
-
-/** Close and set to NULL; writes nothing. NULL, or a pointer to NULL, is fine. */
+/** Make ready for training: check the options, open the data, make or load the model. The run
+ * continues after the newest checkpoint of base_output_directory/run_name, which wins over
+ * load_parameters_path.
+ * @param ctx    Must outlive the trainer.
+ * @param config Copied.
+ * @return DPL_EINVAL options that do not fit together, or with the model directory or checkpoint;
+ *         DPL_EIO, DPL_EFORMAT data, model or checkpoint cannot be read; a damaged checkpoint is
+ *         named with the place of the damage and the newest good one before it.
+ * Collective: all ranks. Deterministic: yes. Cost: memory of the model, gradients and optimizer. */
+DPL_API dpl_status dpl_trainer_open(dpl_ctx *ctx, const dpl_config *config,
+                                    dpl_trainer **trainer_out);
+/** Writes nothing. */
 DPL_API void dpl_trainer_close(dpl_trainer **trainer);
 
 /** The step that comes next: how many have been made. 0 for NULL. */
@@ -664,52 +504,35 @@ DPL_API int64_t dpl_trainer_next_step(const dpl_trainer *trainer);
 /** The run directory. "" for NULL. Valid until the trainer is closed. */
 DPL_API const char *dpl_trainer_run_dir(const dpl_trainer *trainer);
 
-/**
- * One optimizer step: batch, forward, backward, update. Writes no file.
- *
- * @return DPL_OK;
- *         DPL_ENUMERIC a loss or gradient is not finite. The message names step, layer and tensor; weights,
- *                      optimizer state and router bias are as before the step.
- *
+/** One optimizer step: batch, forward, backward, update. Writes no file. DPL_ENUMERIC a loss or
+ * gradient is not finite: the message names step, layer and tensor; weights, optimizer state and
+ * router bias are as before the step.
  * Collective: all ranks. Deterministic: equal state gives equal bits for any number of threads.
- * Cost: one step; no allocation after the first.
- */
+ * Cost: one step; no allocation after the first. */
 DPL_API dpl_status dpl_trainer_step(dpl_trainer *trainer, dpl_step_metrics *metrics_out);
 
 /**
- * Evaluate on the evaluation data, from its beginning. Changes nothing.
- *
- * @return DPL_OK; DPL_EINVAL there is no evaluation data; DPL_ENUMERIC; DPL_EINTR dpl_trainer_stop() was called.
- *
- * Collective: all ranks. Deterministic: yes. Cost: forward passes over eval_steps batches.
- */
+ * Evaluate on the evaluation data, from its beginning. Changes nothing. DPL_EINVAL there is no such
+ * data; DPL_ENUMERIC; DPL_EINTR dpl_trainer_stop() was called.
+ * Collective: all ranks. Deterministic: yes. Cost: forward passes over eval_steps batches. */
 DPL_API dpl_status dpl_trainer_evaluate(dpl_trainer *trainer, dpl_eval_metrics *metrics_out);
 
-/**
- * Write a checkpoint of the state after the last step, and remove those beyond max_num_checkpoints_to_keep.
- * A kill or a full disk at any moment leaves the earlier ones whole.
- *
- * @return DPL_OK; DPL_EINVAL before the first step; DPL_EIO.
- *
- * Collective: all ranks. Deterministic: yes. Cost: writes 12 bytes a parameter, reads them for checksums.
- */
+/** Write a checkpoint of the state after the last step, and remove those beyond
+ * max_num_checkpoints_to_keep. A kill or a full disk at any moment leaves the earlier ones whole.
+ * DPL_EINVAL before the first step; DPL_EIO.
+ * Collective: all ranks. Deterministic: yes.
+ * Cost: writes 12 bytes a parameter, reads them for checksums. */
 DPL_API dpl_status dpl_trainer_save(dpl_trainer *trainer);
 
-/**
- * Train to the end: steps, evaluations and checkpoints as configured, in a run directory with config.yml,
- * log.txt, metrics.jsonl and checkpoints/.
- *
+/** Train to the end: steps, evaluations and checkpoints as configured, in a run directory with
+ * config.yml, log.txt, metrics.jsonl and checkpoints/.
  * @param events What to call on the way; NULL: nothing.
- *
- * @return DPL_OK;
- *         DPL_EINTR    dpl_trainer_stop() was called: the step was finished and a checkpoint written;
- *         DPL_ENUMERIC, DPL_EIO  as the functions above. The newest checkpoint is the state to go on from.
- *
- * Collective: all ranks. Deterministic: yes, but for times. Cost: the training.
- */
+ * @return DPL_EINTR dpl_trainer_stop() was called, the step was finished and a checkpoint written;
+ *         DPL_ENUMERIC, DPL_EIO as above. The newest checkpoint is the state to go on from.
+ * Collective: all ranks. Deterministic: yes, but for times. Cost: the training. */
 DPL_API dpl_status dpl_trainer_run(dpl_trainer *trainer, const dpl_trainer_events *events);
 
-/** Ask dpl_trainer_run() to finish its step, write a checkpoint and return. Safe in signal handlers and other threads. */
+/** Make dpl_trainer_run() finish its step, save and return. Safe in signal handlers and threads. */
 DPL_API void dpl_trainer_stop(dpl_trainer *trainer);
 
 #ifdef __cplusplus

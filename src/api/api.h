@@ -1,5 +1,5 @@
 /*
- * api.h - what the files of the public interface share: paths, settings, checks of what a caller gives.
+ * api.h - what the files of the public interface share: checks of arguments, paths, sizes.
  */
 #ifndef DPL_API_API_H
 #define DPL_API_API_H
@@ -10,22 +10,35 @@
 #include "model/model.h"
 #include "train/train.h"
 
+// DPL_EINVAL with this text where the condition does not hold.
+#define DPL_CHECK(condition, ...) DPL_TRY((condition) ? DPL_OK : dpl_fail(DPL_EINVAL, __VA_ARGS__))
+
+/* ---- operators.c: DPL_EINVAL names the field ---- */
+dpl_status dpl_check_size(const char *name, size_t value, size_t min, size_t max);
+dpl_status dpl_check_dtype(const char *name, dpl_dtype dtype);
+dpl_status dpl_check_rule(const dpl_route_rule *rule);
+dpl_status dpl_check_finite(const char *name, const float *x, size_t n); // NULL is fine
+// DPL_ENOSPC where ws_bytes < needed, DPL_EINVAL where it is not aligned.
+dpl_status dpl_check_workspace(const void *ws, size_t ws_bytes, size_t needed);
+// n_rows rows of the caller, `ld` elements from row to row (0: width).
+dpl_status dpl_check_mat(const char *name, const void *p, size_t ld, size_t width, size_t n_rows,
+                         dpl_dtype dtype, dpl_mat *mat_out);
+// Row-major (n, k) to panels of dtype; those of BF16 by way of `panels` in fp32 (F32: not used).
+void dpl_pack_rows(dpl_ctx *ctx, const float *rows, size_t n, size_t k, dpl_dtype dtype,
+                   float *panels, void *packed);
+
 /* ---- path.c ---- */
-// The model directory of PATH (PATH_MAX each), and the run that it belongs to: "" if none, NULL: not wanted.
-dpl_status dpl_api_resolve(const char *path, char *dir_out, char *run_out);
+// The model directory of PATH, PATH_MAX bytes; a checkpoint is verified.
+dpl_status dpl_api_resolve(const char *path, char *dir_out);
 dpl_status dpl_api_apply(dpl_config *config, const char *const *settings, size_t n_settings);
-// The value of an option that is a number; 0 where it is empty.
-double dpl_api_number(const dpl_config *config, const char *key);
+// Defaults with this dtype, and with `max_target_length` cut to the positions of the model.
+dpl_status dpl_api_defaults(const dpl_model_config *model, dpl_dtype dtype,
+                            dpl_config **config_out);
 
 /* ---- model.c ---- */
-// Sets `dtype`, and cuts `max_target_length` to the positions of a model.
-dpl_status dpl_api_fit(dpl_config *config, const dpl_model_config *model, dpl_dtype dtype);
-dpl_status dpl_api_dtype(const char *name, dpl_dtype *dtype_out);
-const char *dpl_api_dtype_name(dpl_dtype dtype);
 void dpl_api_describe(const dpl_model_config *c, dpl_dtype dtype, dpl_model_info *info);
-// DPL_EINVAL names the first of n ids that is not in 0 .. vocab-1; with skip, negative ones are passed over.
-dpl_status dpl_api_check_ids(const char *what, const int32_t *ids, size_t n, size_t vocab,
-                             bool skip);
+const char *dpl_api_dtype_name(dpl_dtype dtype);
+// What must hold before memory of that size is touched; the model checks the rest.
 dpl_status dpl_api_check_batch(const dpl_model_config *config, size_t n_batch, size_t n_seq);
 
 #endif

@@ -15,34 +15,20 @@ struct dpl_generator {
     int32_t pending; // drawn and not fed yet; -1: none
 };
 
-static dpl_status check_options(const dpl_model_config *config, const dpl_generator_options *o)
-{
-    if (o->struct_bytes != sizeof *o)
-        return dpl_fail(DPL_EINVAL, "struct_bytes must be sizeof(dpl_generator_options)");
-    if (o->tokens_max < 1 || o->tokens_max > config->max_positions)
-        return dpl_fail(DPL_EINVAL,
-                        "the text may have %zu tokens, expected 1 to %zu (max_position_embeddings)",
-                        o->tokens_max, config->max_positions);
-    if (!(o->temperature >= 0 && o->temperature <= 1e6))
-        return dpl_fail(DPL_EINVAL, "temperature is %g, expected 0 to 1e6", o->temperature);
-    if (!(o->top_p > 0 && o->top_p <= 1))
-        return dpl_fail(DPL_EINVAL, "top_p is %g, expected more than 0, at most 1", o->top_p);
-    return DPL_OK;
-}
-
-dpl_status dpl_generator_open(dpl_model *model, const dpl_generator_options *options,
-                              dpl_generator **generator_out)
-{
-    if (!model || !options || !generator_out)
-        return dpl_fail(DPL_EINVAL, "a model, options and a place for the generator are needed");
-    DPL_TRY(check_options(&model->config, options));
+dpl_status dpl_generator_open(dpl_model *model, const dpl_generator_options *o,
+                              dpl_generator **generator_out) {
+    DPL_CHECK(model && o && generator_out,
+              "a model, options and a place for the generator are needed");
+    DPL_CHECK(o->struct_bytes == sizeof *o, "struct_bytes must be sizeof(dpl_generator_options)");
+    DPL_TRY(dpl_check_size("tokens_max", o->tokens_max, 1, model->config.max_positions));
+    DPL_CHECK(o->temperature >= 0 && o->temperature <= 1e6, "temperature is %g, expected 0 to 1e6",
+              o->temperature);
+    DPL_CHECK(o->top_p > 0 && o->top_p <= 1, "top_p is %g, expected above 0 to 1", o->top_p);
     dpl_generator *g = dpl_alloc(sizeof *g);
-    if (!g) return dpl_fail(DPL_ENOMEM, "no memory for a generator");
-    *g = (dpl_generator){.model = model, .options = *options, .pending = -1};
-    g->logits = dpl_alloc_array(model->config.vocab, sizeof(float));
-    dpl_status status = g->logits ? DPL_OK
-                                  : dpl_fail(DPL_ENOMEM, "no memory for the logits of a token");
-    if (status == DPL_OK) status = dpl_decoder_open(model, options->tokens_max, &g->decoder);
+    if (g) *g = (dpl_generator){.model = model, .options = *o, .pending = -1};
+    if (g) g->logits = dpl_alloc_array(model->config.vocab, sizeof(float));
+    dpl_status status = g && g->logits ? DPL_OK : dpl_fail(DPL_ENOMEM, "no memory for a generator");
+    if (status == DPL_OK) status = dpl_decoder_open(model, o->tokens_max, &g->decoder);
     if (status == DPL_OK)
         *generator_out = g;
     else
@@ -50,8 +36,7 @@ dpl_status dpl_generator_open(dpl_model *model, const dpl_generator_options *opt
     return status;
 }
 
-void dpl_generator_close(dpl_generator **generator)
-{
+void dpl_generator_close(dpl_generator **generator) {
     if (!generator || !*generator) return;
     dpl_decoder_close(&(*generator)->decoder);
     dpl_free((*generator)->logits);
@@ -59,41 +44,31 @@ void dpl_generator_close(dpl_generator **generator)
     *generator = NULL;
 }
 
-static dpl_status feed_pending(dpl_generator *g)
-{
-    if (g->pending < 0) return DPL_OK;
-    DPL_TRY(dpl_decoder_feed(g->decoder, &g->pending, 1, g->logits));
+static dpl_status feed_pending(dpl_generator *g) {
+    if (g->pending >= 0) DPL_TRY(dpl_decoder_feed(g->decoder, &g->pending, 1, g->logits));
     g->pending = -1;
     return DPL_OK;
 }
 
-dpl_status dpl_generator_feed(dpl_generator *g, const int32_t *ids, size_t n_ids)
-{
-    if (!g || !ids || n_ids < 1)
-        return dpl_fail(DPL_EINVAL, "a generator and at least one id are needed");
-    if (n_ids > g->options.tokens_max - g->n_tokens)
-        return dpl_fail(DPL_EINVAL, "%zu tokens after %zu are more than the %zu of this generator",
-                        n_ids, g->n_tokens, g->options.tokens_max);
-    DPL_TRY(dpl_api_check_ids("id", ids, n_ids, g->model->config.vocab, false));
+dpl_status dpl_generator_feed(dpl_generator *g, const int32_t *ids, size_t n_ids) {
+    DPL_CHECK(g && ids && n_ids > 0, "a generator and at least one id are needed");
+    DPL_CHECK(n_ids <= g->options.tokens_max - g->n_tokens,
+              "%zu tokens after %zu are more than the %zu of this generator", n_ids, g->n_tokens,
+              g->options.tokens_max);
     DPL_TRY(feed_pending(g));
     DPL_TRY(dpl_decoder_feed(g->decoder, ids, n_ids, g->logits));
     g->n_tokens += n_ids;
     return DPL_OK;
 }
 
-dpl_status dpl_generator_next(dpl_generator *g, int32_t *id_out)
-{
-    if (!g || !id_out)
-        return dpl_fail(DPL_EINVAL, "a generator and a place for the token are needed");
-    if (g->n_tokens == 0)
-        return dpl_fail(DPL_EINVAL, "nothing was fed, expected at least one token first");
-    if (g->n_tokens == g->options.tokens_max)
-        return dpl_fail(DPL_EINVAL, "the text has its %zu tokens, no more fit", g->n_tokens);
-    DPL_TRY(feed_pending(g));
+dpl_status dpl_generator_next(dpl_generator *g, int32_t *id_out) {
+    DPL_CHECK(g && id_out, "a generator and a place for the token are needed");
     const dpl_generator_options *o = &g->options;
+    DPL_CHECK(g->n_tokens > 0, "nothing was fed, expected at least one token first");
+    DPL_CHECK(g->n_tokens < o->tokens_max, "the text has its %zu tokens, no more fit", g->n_tokens);
+    DPL_TRY(feed_pending(g));
     g->pending = dpl_sample(g->logits, g->model->config.vocab, o->temperature, o->top_p, o->seed,
-                            g->n_drawn);
-    g->n_drawn++;
+                            g->n_drawn++);
     g->n_tokens++;
     *id_out = g->pending;
     return DPL_OK;

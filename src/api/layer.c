@@ -5,9 +5,7 @@
  * The workspace begins with a record of the pass, so the layer itself remembers nothing between
  * calls: any number of passes, of any number of layers, may be under way.
  */
-#include <math.h>
-
-#include "api/check.h"
+#include "api/api.h"
 
 #define MAX_WIDTH   ((size_t)1 << 20)
 #define PASS_MAGIC  UINT64_C(0x7373617020657564)
@@ -22,8 +20,9 @@ struct dpl_layer {
     dpl_weight weight[N_WEIGHTS];
     void *packed[N_WEIGHTS]; // where the weights point
     float *grad[N_WEIGHTS];
-    float *bias; // (E)
-    bool has_bias;
+    float *bias;             // (E)
+    dpl_moe_weights weights; // the same, as the passes take them; without bias: NULL
+    dpl_moe_grads grads;
 };
 
 typedef struct pass { // at the start of a workspace
@@ -34,29 +33,32 @@ typedef struct pass { // at the start of a workspace
 
 #define PASS_BYTES dpl_round_up(sizeof(pass), DPL_ALIGN)
 
-static size_t weight_elems(const dpl_weight *w)
-{
+static size_t weight_elems(const dpl_weight *w) {
     return w->n_groups * dpl_panel_elems(w->n, w->k);
 }
 
-static dpl_status alloc_weights(dpl_layer *layer)
-{
+static dpl_status alloc_weights(dpl_layer *layer) {
     bool complete = (layer->bias = dpl_alloc_array(layer->shape.rule.n_experts, sizeof(float)));
     for (size_t i = 0; i < N_WEIGHTS; i++) {
-        dpl_weight *w = &layer->weight[i];
-        w->p = layer->packed[i] = dpl_alloc_array(weight_elems(w), dpl_dtype_bytes(w->dtype));
-        layer->grad[i] = dpl_alloc_array(weight_elems(w), sizeof(float));
-        complete = complete && w->p && layer->grad[i];
+        dpl_weight *one = &layer->weight[i];
+        one->p = layer->packed[i] = dpl_alloc_array(weight_elems(one), dpl_dtype_bytes(one->dtype));
+        layer->grad[i] = dpl_alloc_array(weight_elems(one), sizeof(float));
+        complete = complete && one->p && layer->grad[i];
     }
+    const dpl_weight *w = layer->weight;
+    float **g = layer->grad;
+    layer->weights = (dpl_moe_weights){w[ROUTER],         NULL,          w[GATE_UP], w[DOWN],
+                                       w[SHARED_GATE_UP], w[SHARED_DOWN]};
+    layer->grads = (dpl_moe_grads){g[ROUTER], g[GATE_UP], g[DOWN], g[SHARED_GATE_UP],
+                                   g[SHARED_DOWN]};
     if (complete) return DPL_OK;
     return dpl_fail(DPL_ENOMEM, "no memory for a layer of %zu experts of (%zu, %zu)",
                     layer->shape.rule.n_experts, layer->shape.f, layer->shape.d);
 }
 
-dpl_status dpl_layer_open(const dpl_layer_config *config, dpl_ctx *ctx, dpl_layer **layer_out)
-{
-    if (!config || !ctx || !layer_out)
-        return dpl_fail(DPL_EINVAL, "dpl_layer_open: a pointer is NULL");
+dpl_status dpl_layer_open(const dpl_layer_config *config, dpl_ctx *ctx, dpl_layer **layer_out) {
+    DPL_CHECK(config && ctx && layer_out,
+              "a configuration, a context and a place for the layer are needed");
     const dpl_dtype dtype = config->dtype;
     const size_t d = config->d, f = config->f, sf = config->shared_f, e = config->rule.n_experts;
     const size_t n_shared = sf ? 1 : 0;
@@ -83,8 +85,7 @@ dpl_status dpl_layer_open(const dpl_layer_config *config, dpl_ctx *ctx, dpl_laye
     return status;
 }
 
-void dpl_layer_close(dpl_layer **layer)
-{
+void dpl_layer_close(dpl_layer **layer) {
     if (!layer || !*layer) return;
     for (size_t i = 0; i < N_WEIGHTS; i++) {
         dpl_free((*layer)->packed[i]);
@@ -98,114 +99,78 @@ void dpl_layer_close(dpl_layer **layer)
 
 /* ---- weights in, gradients out -------------------------------------------------------------- */
 
-// Group g of weight i from row-major (n, k).
-static void pack_group(dpl_layer *layer, int i, size_t g, const float *rows)
-{
+// Hidden width where weight i has gate and up, in the interleaved order of SwiGLU's panels; else 0.
+static size_t gate_width(const dpl_layer *layer, int i) {
+    return i == GATE_UP ? layer->shape.f : i == SHARED_GATE_UP ? layer->shape.shared_f : 0;
+}
+
+// Weight i from row-major (groups, n, k), or from gate and up (groups, f, k).
+static void pack(dpl_layer *layer, int i, const float *rows, const float *up) {
     const dpl_weight *w = &layer->weight[i];
-    const size_t elems = dpl_panel_elems(w->n, w->k), mark = dpl_ctx_mark(layer->ctx);
+    const size_t k = w->k, f = gate_width(layer, i), elems = dpl_panel_elems(w->n, k);
+    const size_t bytes = f ? w->n * k * sizeof *rows : 0, mark = dpl_ctx_mark(layer->ctx);
     float *panels = dpl_ctx_alloc(layer->ctx, elems * sizeof *panels);
-    dpl_pack_rows(layer->ctx, rows, w->n, w->k, w->dtype, panels,
-                  (uint8_t *)layer->packed[i] + g * elems * dpl_dtype_bytes(w->dtype));
-    dpl_ctx_wait(layer->ctx);
-    dpl_ctx_release(layer->ctx, mark);
-}
-
-static void pack(dpl_layer *layer, int i, const float *rows)
-{
-    const dpl_weight *w = &layer->weight[i];
-    for (size_t g = 0; g < w->n_groups; g++)
-        pack_group(layer, i, g, rows + g * w->n * w->k);
-}
-
-// gate and up (groups, f, d) into the interleaved order of SwiGLU's panels.
-static void pack_gate_up(dpl_layer *layer, int i, size_t f, const float *gate, const float *up)
-{
-    const dpl_weight *w = &layer->weight[i];
-    const size_t d = w->k, mark = dpl_ctx_mark(layer->ctx), bytes = w->n * d * sizeof(float);
-    float *rows = memset(dpl_ctx_alloc(layer->ctx, bytes), 0, bytes);
+    float *both = memset(dpl_ctx_alloc(layer->ctx, bytes), 0, bytes);
     for (size_t g = 0; g < w->n_groups; g++) {
         for (size_t r = 0; r < f; r++) {
-            float *row = rows + dpl_gate_column(r) * d;
-            memcpy(row, gate + (g * f + r) * d, d * sizeof *rows);
-            memcpy(row + 16 * d, up + (g * f + r) * d, d * sizeof *rows);
+            float *row = both + dpl_gate_column(r) * k;
+            memcpy(row, rows + (g * f + r) * k, k * sizeof *row);
+            memcpy(row + 16 * k, up + (g * f + r) * k, k * sizeof *row);
         }
-        pack_group(layer, i, g, rows);
+        dpl_pack_rows(layer->ctx, f ? both : rows + g * w->n * k, w->n, k, w->dtype, panels,
+                      (uint8_t *)layer->packed[i] + g * elems * dpl_dtype_bytes(w->dtype));
+        dpl_ctx_wait(layer->ctx);
     }
     dpl_ctx_release(layer->ctx, mark);
 }
 
-static dpl_status check_finite(const char *name, const float *x, size_t n)
-{
-    for (size_t i = 0; x && i < n; i++)
-        if (!isfinite(x[i]))
-            return dpl_fail(DPL_EINVAL, "%s weight, element %zu: NaN or infinite", name, i);
-    return DPL_OK;
-}
-
-dpl_status dpl_layer_set_weights(dpl_layer *layer, const dpl_layer_weights *weights)
-{
-    if (!layer || !weights) return dpl_fail(DPL_EINVAL, "dpl_layer_set_weights: a pointer is NULL");
-    const dpl_layer_weights *w = weights;
-    const size_t e = layer->shape.rule.n_experts, shared_f = layer->shape.shared_f;
-    if (!w->router || !w->gate || !w->up || !w->down)
-        return dpl_fail(DPL_EINVAL, "router, gate, up or down is NULL");
-    if (shared_f && (!w->shared_gate || !w->shared_up || !w->shared_down))
-        return dpl_fail(DPL_EINVAL,
-                        "shared_gate, shared_up or shared_down is NULL, expected all three with "
-                        "shared_f=%zu",
-                        shared_f);
-    DPL_TRY(check_finite("router", w->router, e * layer->shape.d));
-    DPL_TRY(check_finite("bias", w->bias, e));
-    layer->has_bias = w->bias != NULL;
+dpl_status dpl_layer_set_weights(dpl_layer *layer, const dpl_layer_weights *w) {
+    DPL_CHECK(layer && w, "a layer and weights are needed");
+    const size_t e = layer->shape.rule.n_experts;
+    DPL_CHECK(w->router && w->gate && w->up && w->down, "router, gate, up or down is NULL");
+    DPL_CHECK(!layer->shape.shared_f || (w->shared_gate && w->shared_up && w->shared_down),
+              "shared_gate, shared_up or shared_down is NULL");
+    DPL_TRY(dpl_check_finite("router", w->router, e * layer->shape.d));
+    DPL_TRY(dpl_check_finite("bias", w->bias, e));
+    layer->weights.bias = w->bias ? layer->bias : NULL;
     if (w->bias) memcpy(layer->bias, w->bias, e * sizeof *layer->bias);
-    pack(layer, ROUTER, w->router);
-    pack_gate_up(layer, GATE_UP, layer->shape.f, w->gate, w->up);
-    pack(layer, DOWN, w->down);
-    pack_gate_up(layer, SHARED_GATE_UP, shared_f, w->shared_gate, w->shared_up);
-    pack(layer, SHARED_DOWN, w->shared_down);
+    pack(layer, ROUTER, w->router, NULL);
+    pack(layer, GATE_UP, w->gate, w->up);
+    pack(layer, DOWN, w->down, NULL);
+    pack(layer, SHARED_GATE_UP, w->shared_gate, w->shared_up);
+    pack(layer, SHARED_DOWN, w->shared_down, NULL);
     return DPL_OK;
 }
 
-static void unpack(const dpl_layer *layer, int i, float *rows)
-{
+static void unpack(const dpl_layer *layer, int i, float *rows, float *up) {
     const dpl_weight *w = &layer->weight[i];
-    if (!rows || !w->n_groups) return;
-    dpl_panel_unpack(layer->ctx, layer->grad[i], w->n_groups, w->n, w->k, rows);
-    dpl_ctx_wait(layer->ctx);
-}
-
-static void unpack_gate_up(const dpl_layer *layer, int i, size_t f, float *gate, float *up)
-{
-    const dpl_weight *w = &layer->weight[i];
-    const size_t d = w->k, elems = dpl_panel_elems(w->n, d), mark = dpl_ctx_mark(layer->ctx);
-    float *rows = dpl_ctx_alloc(layer->ctx, w->n * d * sizeof *rows);
-    for (size_t g = 0; g < w->n_groups && (gate || up); g++) {
-        dpl_panel_unpack(layer->ctx, layer->grad[i] + g * elems, 1, w->n, d, rows);
+    const size_t k = w->k, f = gate_width(layer, i), elems = dpl_panel_elems(w->n, k);
+    const size_t mark = dpl_ctx_mark(layer->ctx);
+    float *both = dpl_ctx_alloc(layer->ctx, f ? w->n * k * sizeof *both : 0);
+    for (size_t g = 0; g < w->n_groups && (rows || up); g++) {
+        dpl_panel_unpack(layer->ctx, layer->grad[i] + g * elems, 1, w->n, k,
+                         f ? both : rows + g * w->n * k);
         dpl_ctx_wait(layer->ctx);
         for (size_t r = 0; r < f; r++) {
-            const float *row = rows + dpl_gate_column(r) * d;
-            if (gate) memcpy(gate + (g * f + r) * d, row, d * sizeof *rows);
-            if (up) memcpy(up + (g * f + r) * d, row + 16 * d, d * sizeof *rows);
+            const float *row = both + dpl_gate_column(r) * k;
+            if (rows) memcpy(rows + (g * f + r) * k, row, k * sizeof *row);
+            if (up) memcpy(up + (g * f + r) * k, row + 16 * k, k * sizeof *row);
         }
     }
     dpl_ctx_release(layer->ctx, mark);
 }
 
-dpl_status dpl_layer_get_gradients(dpl_layer *layer, const dpl_layer_gradients *gradients)
-{
-    if (!layer || !gradients)
-        return dpl_fail(DPL_EINVAL, "dpl_layer_get_gradients: a pointer is NULL");
-    const dpl_layer_gradients *g = gradients;
-    unpack(layer, ROUTER, g->router);
-    unpack_gate_up(layer, GATE_UP, layer->shape.f, g->gate, g->up);
-    unpack(layer, DOWN, g->down);
-    unpack_gate_up(layer, SHARED_GATE_UP, layer->shape.shared_f, g->shared_gate, g->shared_up);
-    unpack(layer, SHARED_DOWN, g->shared_down);
+dpl_status dpl_layer_get_gradients(dpl_layer *layer, const dpl_layer_gradients *g) {
+    DPL_CHECK(layer && g, "a layer and gradients are needed");
+    unpack(layer, ROUTER, g->router, NULL);
+    unpack(layer, GATE_UP, g->gate, g->up);
+    unpack(layer, DOWN, g->down, NULL);
+    unpack(layer, SHARED_GATE_UP, g->shared_gate, g->shared_up);
+    unpack(layer, SHARED_DOWN, g->shared_down, NULL);
     return DPL_OK;
 }
 
-void dpl_layer_zero_gradients(dpl_layer *layer)
-{
+void dpl_layer_zero_gradients(dpl_layer *layer) {
     if (!layer) return;
     for (size_t i = 0; i < N_WEIGHTS; i++)
         dpl_zero(layer->ctx, layer->grad[i], weight_elems(&layer->weight[i]) * sizeof(float));
@@ -214,22 +179,13 @@ void dpl_layer_zero_gradients(dpl_layer *layer)
 
 /* ---- passes --------------------------------------------------------------------------------- */
 
-static dpl_moe_weights moe_weights(const dpl_layer *layer)
-{
-    const dpl_weight *w = layer->weight;
-    return (dpl_moe_weights){w[ROUTER], layer->has_bias ? layer->bias : NULL,
-                             w[GATE_UP], w[DOWN], w[SHARED_GATE_UP], w[SHARED_DOWN]};
-}
-
-size_t dpl_layer_workspace_bytes(const dpl_layer *layer, size_t n_tokens)
-{
+size_t dpl_layer_workspace_bytes(const dpl_layer *layer, size_t n_tokens) {
     if (!layer || dpl_ep_check_slots(n_tokens, layer->shape.rule.top_k) != DPL_OK) return 0;
     return PASS_BYTES + dpl_moe_saved_bytes(&layer->shape, n_tokens);
 }
 
 // What one pass takes for itself is at most what it keeps, several times over for the two paths.
-static dpl_status check_step_memory(const dpl_layer *layer, size_t n_tokens)
-{
+static dpl_status check_step_memory(const dpl_layer *layer, size_t n_tokens) {
     const size_t needed = 3 * dpl_layer_workspace_bytes(layer, n_tokens) + STEP_MARGIN;
     const size_t free_bytes = dpl_arena_free_bytes(layer->ctx->arena);
     if (needed <= free_bytes) return DPL_OK;
@@ -239,11 +195,9 @@ static dpl_status check_step_memory(const dpl_layer *layer, size_t n_tokens)
 
 dpl_status dpl_layer_forward(dpl_layer *layer, const void *x, size_t ld_x, size_t n_tokens,
                              const int32_t *segment, void *ws, size_t ws_bytes, void *y_out,
-                             size_t ld_y, int64_t *counts_out)
-{
-    if (!layer) return dpl_fail(DPL_EINVAL, "dpl_layer_forward: layer is NULL");
+                             size_t ld_y, int64_t *counts_out) {
+    DPL_CHECK(layer, "a layer is needed");
     const dpl_moe_shape *shape = &layer->shape;
-    const dpl_moe_weights weights = moe_weights(layer);
     dpl_mat x_in, y;
     DPL_TRY(dpl_ep_check_slots(n_tokens, shape->rule.top_k));
     DPL_TRY(dpl_check_mat("x", x, ld_x, shape->d, n_tokens, shape->dtype, &x_in));
@@ -253,8 +207,8 @@ dpl_status dpl_layer_forward(dpl_layer *layer, const void *x, size_t ld_x, size_
     pass *record = ws;
     record->magic = 0; // until there is something to go back from
     dpl_moe_memory memory = {(uint8_t *)ws + PASS_BYTES, 0};
-    DPL_TRY(dpl_moe_forward_in(layer->ctx, layer->comm, shape, &weights, x_in, n_tokens, segment,
-                               NULL, &memory, &record->saved, y));
+    DPL_TRY(dpl_moe_forward_in(layer->ctx, layer->comm, shape, &layer->weights, x_in, n_tokens,
+                               segment, NULL, &memory, &record->saved, y));
     dpl_ctx_wait(layer->ctx);
     record->layer = layer;
     record->magic = PASS_MAGIC;
@@ -264,24 +218,20 @@ dpl_status dpl_layer_forward(dpl_layer *layer, const void *x, size_t ld_x, size_
 }
 
 dpl_status dpl_layer_backward(dpl_layer *layer, const void *x, size_t ld_x, const void *ws,
-                              const void *dy, size_t ld_dy, float *dx_out, size_t ld_dx)
-{
-    if (!layer || !ws) return dpl_fail(DPL_EINVAL, "dpl_layer_backward: layer or ws is NULL");
+                              const void *dy, size_t ld_dy, float *dx_out, size_t ld_dx) {
+    DPL_CHECK(layer && ws, "a layer and ws are needed");
     const pass *record = ws;
-    if (record->magic != PASS_MAGIC || record->layer != layer)
-        return dpl_fail(DPL_EINVAL, "ws holds no finished forward pass of this layer");
+    DPL_CHECK(record->magic == PASS_MAGIC && record->layer == layer,
+              "ws holds no finished forward pass of this layer");
     const dpl_moe_shape *shape = &layer->shape;
-    const dpl_moe_weights weights = moe_weights(layer);
-    float **g = layer->grad;
-    const dpl_moe_grads grads = {g[ROUTER], g[GATE_UP], g[DOWN], g[SHARED_GATE_UP], g[SHARED_DOWN]};
     const size_t n_tokens = record->saved.n_tokens;
     dpl_mat x_in, dy_in, dx;
     DPL_TRY(dpl_check_mat("x", x, ld_x, shape->d, n_tokens, shape->dtype, &x_in));
     DPL_TRY(dpl_check_mat("dy", dy, ld_dy, shape->d, n_tokens, shape->dtype, &dy_in));
     DPL_TRY(dpl_check_mat("dx_out", dx_out, ld_dx, shape->d, n_tokens, DPL_F32, &dx));
     DPL_TRY(check_step_memory(layer, n_tokens));
-    DPL_TRY(dpl_moe_backward(layer->ctx, layer->comm, shape, &weights, x_in, NULL, &record->saved,
-                             dy_in, dx, &grads));
+    DPL_TRY(dpl_moe_backward(layer->ctx, layer->comm, shape, &layer->weights, x_in, NULL,
+                             &record->saved, dy_in, dx, &layer->grads));
     dpl_ctx_wait(layer->ctx);
     return DPL_OK;
 }

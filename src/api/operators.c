@@ -5,80 +5,75 @@
  * Everything is validated here, since what lies below cannot fail. Row-major weights are packed
  * group by group into one group's workspace just before use, and only those of groups with rows.
  */
-#include <inttypes.h>
 #include <math.h>
 
-#include "api/check.h"
+#include "api/api.h"
 
-#define MAX_EXPERTS 65536
+enum { MAX_EXPERTS = 65536 };
 
-dpl_status dpl_check_size(const char *name, size_t value, size_t min, size_t max)
-{
+dpl_status dpl_check_size(const char *name, size_t value, size_t min, size_t max) {
     if (value >= min && value <= max) return DPL_OK;
     return dpl_fail(DPL_EINVAL, "%s=%zu, expected %zu to %zu", name, value, min, max);
 }
 
-dpl_status dpl_check_dtype(const char *name, dpl_dtype dtype)
-{
+dpl_status dpl_check_dtype(const char *name, dpl_dtype dtype) {
     if (dtype == DPL_F32 || dtype == DPL_BF16) return DPL_OK;
     return dpl_fail(DPL_EINVAL, "%s=%d, expected DPL_F32 or DPL_BF16", name, (int)dtype);
 }
 
-dpl_status dpl_check_rule(const dpl_route_rule *rule)
-{
+dpl_status dpl_check_rule(const dpl_route_rule *rule) {
     const size_t e = rule->n_experts, groups = rule->n_groups;
     DPL_TRY(dpl_check_size("n_experts", e, 1, MAX_EXPERTS));
     DPL_TRY(dpl_check_size("top_k", rule->top_k, 1, e));
-    if (groups < 1 || e % groups != 0)
-        return dpl_fail(DPL_EINVAL, "n_groups=%zu, expected a divisor of n_experts=%zu", groups, e);
+    DPL_CHECK(groups > 0 && e % groups == 0, "n_groups=%zu, expected a divisor of n_experts=%zu",
+              groups, e);
     DPL_TRY(dpl_check_size("top_groups", rule->top_groups, 1, groups));
-    if (rule->top_k > rule->top_groups * (e / groups))
-        return dpl_fail(DPL_EINVAL, "top_k=%zu, expected at most %zu: those of the best %zu groups",
-                        rule->top_k, rule->top_groups * (e / groups), rule->top_groups);
-    if (rule->group_top2 && groups > 1 && e / groups < 2)
-        return dpl_fail(DPL_EINVAL, "group_top2 with 1 expert a group, expected at least 2");
-    if (!isfinite(rule->scale))
-        return dpl_fail(DPL_EINVAL, "scale=%g, expected a finite number", (double)rule->scale);
+    const size_t kept = rule->top_groups * (e / groups); // experts in the best groups
+    DPL_CHECK(rule->top_k <= kept, "top_k=%zu, expected at most %zu: those of the best %zu groups",
+              rule->top_k, kept, rule->top_groups);
+    DPL_CHECK(!rule->group_top2 || groups == 1 || e / groups > 1,
+              "group_top2 with 1 expert a group, expected at least 2");
+    DPL_CHECK(isfinite(rule->scale), "scale=%g, expected a finite number", (double)rule->scale);
     return DPL_OK;
 }
 
-dpl_status dpl_check_workspace(const void *ws, size_t ws_bytes, size_t needed)
-{
+dpl_status dpl_check_workspace(const void *ws, size_t ws_bytes, size_t needed) {
     if (ws_bytes < needed)
         return dpl_fail(DPL_ENOSPC, "workspace of %zu bytes, expected at least %zu", ws_bytes,
                         needed);
-    if (ws && (uintptr_t)ws % DPL_ALIGN == 0) return DPL_OK;
-    return dpl_fail(DPL_EINVAL, "workspace at %p, expected an address that %d divides", ws,
-                    DPL_ALIGN);
+    DPL_CHECK(ws && (uintptr_t)ws % DPL_ALIGN == 0,
+              "workspace at %p, expected an address that %d divides", ws, DPL_ALIGN);
+    return DPL_OK;
 }
 
 dpl_status dpl_check_mat(const char *name, const void *p, size_t ld, size_t width, size_t n_rows,
-                         dpl_dtype dtype, dpl_mat *mat_out)
-{
+                         dpl_dtype dtype, dpl_mat *mat_out) {
     size_t elems;
     if (!ld) ld = width;
     if (ld < width || __builtin_mul_overflow(ld, n_rows, &elems) || elems > PTRDIFF_MAX / 4)
-        return dpl_fail(DPL_EINVAL,
-                        "row distance of %s is %zu, expected %zu or more (or 0), and %zu rows that "
-                        "can be addressed",
+        return dpl_fail(DPL_EINVAL, "row distance of %s is %zu, expected %zu or more for %zu rows",
                         name, ld, width, n_rows);
-    if (!p && n_rows) return dpl_fail(DPL_EINVAL, "%s is NULL", name);
+    DPL_CHECK(p || !n_rows, "%s is NULL", name);
     *mat_out = (dpl_mat){(void *)(uintptr_t)p, ld, dtype};
     return DPL_OK;
 }
 
 void dpl_pack_rows(dpl_ctx *ctx, const float *rows, size_t n, size_t k, dpl_dtype dtype,
-                   float *panels, void *packed)
-{
+                   float *panels, void *packed) {
     dpl_panel_pack(ctx, rows, 1, n, k, dtype == DPL_F32 ? packed : panels);
     if (dtype == DPL_BF16) dpl_to_bf16(ctx, panels, dpl_panel_elems(n, k), packed);
+}
+
+dpl_status dpl_check_finite(const char *name, const float *x, size_t n) {
+    for (size_t i = 0; x && i < n; i++)
+        DPL_CHECK(isfinite(x[i]), "%s[%zu] is NaN or infinite", name, i);
+    return DPL_OK;
 }
 
 /* ---- grouped GEMM --------------------------------------------------------------------------- */
 
 // Bytes of n_groups packed weights; 0 when a size is zero or they are too large to address.
-static size_t packed_bytes(const dpl_gemm_grouped *g, size_t n_groups, size_t element)
-{
+static size_t packed_bytes(const dpl_gemm_grouped *g, size_t n_groups, size_t element) {
     size_t bytes;
     if (g->n > SIZE_MAX - DPL_PANEL ||
         __builtin_mul_overflow(dpl_round_up(g->n, DPL_PANEL), g->k, &bytes) ||
@@ -88,69 +83,49 @@ static size_t packed_bytes(const dpl_gemm_grouped *g, size_t n_groups, size_t el
     return bytes;
 }
 
-size_t dpl_gemm_packed_bytes(const dpl_gemm_grouped *g)
-{
+size_t dpl_gemm_packed_bytes(const dpl_gemm_grouped *g) {
     return g ? packed_bytes(g, g->n_groups, dpl_dtype_bytes(g->weights)) : 0;
 }
 
 // One group in fp32 panels, and its bf16 copy where the class of compute is BF16.
-size_t dpl_gemm_workspace_bytes(const dpl_gemm_grouped *g)
-{
+size_t dpl_gemm_workspace_bytes(const dpl_gemm_grouped *g) {
     const size_t bytes = g ? packed_bytes(g, 1, sizeof(float)) : 0;
     return g && g->weights == DPL_BF16 ? bytes + bytes / 2 : bytes;
 }
 
-static dpl_status check_sizes(const dpl_ctx *ctx, const dpl_gemm_grouped *g)
-{
-    if (!ctx || !g) return dpl_fail(DPL_EINVAL, "grouped GEMM: ctx or g is NULL");
+static dpl_status check_sizes(const dpl_ctx *ctx, const dpl_gemm_grouped *g) {
+    DPL_CHECK(ctx && g, "a context and a shape are needed");
     DPL_TRY(dpl_check_dtype("tokens", g->tokens));
     DPL_TRY(dpl_check_dtype("weights", g->weights));
-    if (dpl_gemm_packed_bytes(g) && dpl_gemm_workspace_bytes(g)) return DPL_OK;
-    return dpl_fail(DPL_EINVAL,
-                    "grouped GEMM: %zu groups of (%zu, %zu), expected sizes from 1 that can be "
-                    "addressed",
-                    g->n_groups, g->n, g->k);
+    DPL_CHECK(dpl_gemm_packed_bytes(g) && dpl_gemm_workspace_bytes(g),
+              "%zu groups of (%zu, %zu), expected addressable sizes from 1", g->n_groups, g->n,
+              g->k);
+    return DPL_OK;
 }
 
 // Everything but the weights; x and y are the matrices of width k and n, whichever way they go.
 static dpl_status check_gemm(const dpl_ctx *ctx, const dpl_gemm_grouped *g, const void *x,
-                             const void *y, dpl_mat *x_out, dpl_mat *y_out)
-{
+                             const void *y, dpl_mat *x_out, dpl_mat *y_out) {
     DPL_TRY(check_sizes(ctx, g));
-    if (!g->offsets) return dpl_fail(DPL_EINVAL, "grouped GEMM: offsets is NULL");
-    if (g->offsets[0] != 0)
-        return dpl_fail(DPL_EINVAL, "grouped GEMM: offsets[0]=%" PRId64 ", expected 0",
-                        g->offsets[0]);
-    for (size_t i = 0; i < g->n_groups; i++)
-        if (g->offsets[i + 1] < g->offsets[i] || (uint64_t)g->offsets[i + 1] > g->n_rows)
-            return dpl_fail(DPL_EINVAL,
-                            "grouped GEMM: group %zu ends at %" PRId64 ", expected %" PRId64
-                            " to n_rows=%zu",
-                            i, g->offsets[i + 1], g->offsets[i], g->n_rows);
+    DPL_CHECK(g->offsets, "offsets are needed");
+    for (size_t i = 0; i <= g->n_groups; i++) {
+        const long long low = i ? g->offsets[i - 1] : 0, high = i ? (long long)g->n_rows : 0;
+        const long long at = g->offsets[i];
+        DPL_CHECK(at >= low && at <= high,
+                  "offsets[%zu], of group %zu, is %lld, expected %lld to %lld", i, i ? i - 1 : 0,
+                  at, low, high);
+    }
     const size_t n_rows = (size_t)g->offsets[g->n_groups];
     DPL_TRY(dpl_check_mat("x or dx", x, g->ld_x, g->k, n_rows, g->tokens, x_out));
     return dpl_check_mat("y or dy", y, g->ld_y, g->n, n_rows, g->tokens, y_out);
 }
 
-// Group i of row-major `w` in panels of the class of compute, in the workspace.
-static dpl_weight pack_group(dpl_ctx *ctx, const dpl_gemm_grouped *g, const float *w, size_t i,
-                             float *ws)
-{
-    void *packed = g->weights == DPL_BF16 ? ws + dpl_panel_elems(g->n, g->k) : ws;
-    dpl_pack_rows(ctx, w + i * g->n * g->k, g->n, g->k, g->weights, ws, packed);
-    return (dpl_weight){packed, g->weights, 1, g->n, g->k};
-}
-
 dpl_status dpl_gemm_pack(dpl_ctx *ctx, const dpl_gemm_grouped *g, const float *w, void *ws,
-                         size_t ws_bytes, void *packed_out)
-{
+                         size_t ws_bytes, void *packed_out) {
     DPL_TRY(check_sizes(ctx, g));
     DPL_TRY(dpl_check_workspace(ws, ws_bytes, dpl_gemm_workspace_bytes(g)));
-    if (!w || !packed_out || (uintptr_t)packed_out % DPL_ALIGN)
-        return dpl_fail(DPL_EINVAL,
-                        "dpl_gemm_pack: w=%p, packed_out=%p, expected the latter at an address "
-                        "that %d divides",
-                        (const void *)w, packed_out, DPL_ALIGN);
+    DPL_CHECK(w && packed_out && (uintptr_t)packed_out % DPL_ALIGN == 0,
+              "w and packed_out, aligned to 64 bytes, are needed");
     const size_t group_bytes = packed_bytes(g, 1, dpl_dtype_bytes(g->weights));
     for (size_t i = 0; i < g->n_groups; i++)
         dpl_pack_rows(ctx, w + i * g->n * g->k, g->n, g->k, g->weights, ws,
@@ -161,9 +136,8 @@ dpl_status dpl_gemm_pack(dpl_ctx *ctx, const dpl_gemm_grouped *g, const float *w
 
 typedef enum product { FORWARD, DGRAD, WGRAD } product;
 
-static void multiply(dpl_ctx *ctx, product which, dpl_mat x, const dpl_weight *w,
-                     dpl_groups groups, dpl_mat y)
-{
+static void multiply(dpl_ctx *ctx, product which, dpl_mat x, const dpl_weight *w, dpl_groups groups,
+                     dpl_mat y) {
     if (which == FORWARD)
         dpl_gemm_forward(ctx, x, w, groups, y);
     else
@@ -172,16 +146,13 @@ static void multiply(dpl_ctx *ctx, product which, dpl_mat x, const dpl_weight *w
 
 // y from x and w, dx (in place of x) from dy (of y) and w, or dw (of w) += from x and dy.
 static dpl_status run(dpl_ctx *ctx, const dpl_gemm_grouped *g, product which, const void *x_p,
-                      void *w, void *ws, size_t ws_bytes, const void *y_p)
-{
+                      void *w, void *ws, size_t ws_bytes, const void *y_p) {
     const bool packed = g && g->packed && which != WGRAD;
     dpl_mat x, y;
     DPL_TRY(check_gemm(ctx, g, x_p, y_p, &x, &y));
     if (g->offsets[g->n_groups] == 0) return DPL_OK;
-    if (!w) return dpl_fail(DPL_EINVAL, "grouped GEMM: w or dw is NULL");
-    if (packed && (uintptr_t)w % DPL_ALIGN)
-        return dpl_fail(DPL_EINVAL, "grouped GEMM: packed weights at %p, expected a multiple of %d",
-                        w, DPL_ALIGN);
+    DPL_CHECK(w && (!packed || (uintptr_t)w % DPL_ALIGN == 0),
+              "weights (where packed, aligned to 64 bytes) are needed");
     if (!packed) DPL_TRY(dpl_check_workspace(ws, ws_bytes, dpl_gemm_workspace_bytes(g)));
     if (packed) {
         const dpl_weight weight = {w, g->weights, g->n_groups, g->n, g->k};
@@ -192,13 +163,15 @@ static dpl_status run(dpl_ctx *ctx, const dpl_gemm_grouped *g, product which, co
         if (n_rows == 0) continue;
         const dpl_mat x_i = dpl_mat_at(x, row, 0), y_i = dpl_mat_at(y, row, 0);
         const dpl_groups one = dpl_one_group(n_rows);
+        float *w_i = (float *)w + i * g->n * g->k;
         if (which == WGRAD) {
-            float *dw = (float *)w + i * g->n * g->k;
-            dpl_panel_pack(ctx, dw, 1, g->n, g->k, ws);
+            dpl_panel_pack(ctx, w_i, 1, g->n, g->k, ws);
             dpl_gemm_wgrad(ctx, y_i, x_i, one, g->n, g->k, g->weights, ws);
-            dpl_panel_unpack(ctx, ws, 1, g->n, g->k, dw);
+            dpl_panel_unpack(ctx, ws, 1, g->n, g->k, w_i);
         } else {
-            const dpl_weight weight = pack_group(ctx, g, w, i, ws);
+            void *panels = g->weights == DPL_F32 ? ws : (float *)ws + dpl_panel_elems(g->n, g->k);
+            const dpl_weight weight = {panels, g->weights, 1, g->n, g->k};
+            dpl_pack_rows(ctx, w_i, g->n, g->k, g->weights, ws, panels);
             multiply(ctx, which, x_i, &weight, one, y_i);
         }
         dpl_ctx_wait(ctx); // The workspace is used again.
@@ -208,28 +181,24 @@ static dpl_status run(dpl_ctx *ctx, const dpl_gemm_grouped *g, product which, co
 }
 
 dpl_status dpl_gemm_grouped_forward(dpl_ctx *ctx, const dpl_gemm_grouped *g, const void *x,
-                                    const void *w, void *ws, size_t ws_bytes, void *y_out)
-{
+                                    const void *w, void *ws, size_t ws_bytes, void *y_out) {
     return run(ctx, g, FORWARD, x, (void *)(uintptr_t)w, ws, ws_bytes, y_out);
 }
 
 dpl_status dpl_gemm_grouped_dgrad(dpl_ctx *ctx, const dpl_gemm_grouped *g, const void *dy,
-                                  const void *w, void *ws, size_t ws_bytes, void *dx_out)
-{
+                                  const void *w, void *ws, size_t ws_bytes, void *dx_out) {
     return run(ctx, g, DGRAD, dx_out, (void *)(uintptr_t)w, ws, ws_bytes, dy);
 }
 
 dpl_status dpl_gemm_grouped_wgrad(dpl_ctx *ctx, const dpl_gemm_grouped *g, const void *dy,
-                                  const void *x, void *ws, size_t ws_bytes, float *dw)
-{
+                                  const void *x, void *ws, size_t ws_bytes, float *dw) {
     return run(ctx, g, WGRAD, x, dw, ws, ws_bytes, dy);
 }
 
 /* ---- routing and permutation ---------------------------------------------------------------- */
 
-static dpl_status check_routing(const dpl_ctx *ctx, const dpl_route_rule *rule, size_t n_tokens)
-{
-    if (!ctx || !rule) return dpl_fail(DPL_EINVAL, "routing: ctx or rule is NULL");
+static dpl_status check_routing(const dpl_ctx *ctx, const dpl_route_rule *rule, size_t n_tokens) {
+    DPL_CHECK(ctx && rule, "a context and a rule are needed");
     DPL_TRY(dpl_check_rule(rule));
     return dpl_ep_check_slots(n_tokens, rule->top_k);
 }
@@ -237,18 +206,16 @@ static dpl_status check_routing(const dpl_ctx *ctx, const dpl_route_rule *rule, 
 dpl_status dpl_router_route(dpl_ctx *ctx, const dpl_route_rule *rule, size_t n_tokens,
                             const float *logits, const float *bias, const int32_t *segment,
                             float *score_out, int32_t *ids_out, float *weights_out,
-                            int64_t *counts_out)
-{
+                            int64_t *counts_out) {
     DPL_TRY(check_routing(ctx, rule, n_tokens));
-    if (n_tokens && (!logits || !score_out || !ids_out || !weights_out))
-        return dpl_fail(DPL_EINVAL, "dpl_router_route: a pointer is NULL");
+    DPL_CHECK(!n_tokens || (logits && score_out && ids_out && weights_out),
+              "logits and outputs are needed");
     const size_t e = rule->n_experts;
     for (size_t i = 0; i < n_tokens * e; i++) // First, since outputs are written on success only.
         if (!isfinite(logits[i]) && !(segment && segment[i / e] == 0))
             return dpl_fail(DPL_ENUMERIC, "token %zu: the logit of expert %zu is NaN or infinite",
                             i / e, i % e);
-    for (size_t i = 0; bias && i < e; i++)
-        if (!isfinite(bias[i])) return dpl_fail(DPL_EINVAL, "bias[%zu] is NaN or infinite", i);
+    DPL_TRY(dpl_check_finite("bias", bias, e));
     const size_t mark = dpl_ctx_mark(ctx);
     int32_t *bad_row = dpl_ctx_alloc(ctx, sizeof *bad_row);
     dpl_route_forward(ctx, rule, logits, bias, segment, n_tokens, score_out, ids_out, weights_out,
@@ -263,11 +230,9 @@ dpl_status dpl_router_route(dpl_ctx *ctx, const dpl_route_rule *rule, size_t n_t
 
 dpl_status dpl_router_route_backward(dpl_ctx *ctx, const dpl_route_rule *rule, size_t n_tokens,
                                      const float *score, const int32_t *ids, const float *dweights,
-                                     float *dlogits_out)
-{
+                                     float *dlogits_out) {
     DPL_TRY(check_routing(ctx, rule, n_tokens));
-    if (n_tokens && (!score || !ids || !dweights || !dlogits_out))
-        return dpl_fail(DPL_EINVAL, "dpl_router_route_backward: a pointer is NULL");
+    DPL_CHECK(!n_tokens || (score && ids && dweights && dlogits_out), "all pointers are needed");
     DPL_TRY(dpl_ep_check_ids(ids, n_tokens, rule->top_k, rule->n_experts));
     dpl_route_backward(ctx, rule, dweights, ids, score, n_tokens, dlogits_out);
     dpl_ctx_wait(ctx);
@@ -276,10 +241,9 @@ dpl_status dpl_router_route_backward(dpl_ctx *ctx, const dpl_route_rule *rule, s
 
 dpl_status dpl_moe_permute(dpl_ctx *ctx, const int32_t *ids, size_t n_tokens, size_t top_k,
                            size_t n_experts, int64_t *offsets_out, int32_t *slot_row_out,
-                           int32_t *row_slot_out)
-{
-    if (!ctx || !offsets_out || (n_tokens && (!ids || !slot_row_out || !row_slot_out)))
-        return dpl_fail(DPL_EINVAL, "dpl_moe_permute: a pointer is NULL");
+                           int32_t *row_slot_out) {
+    DPL_CHECK(ctx && offsets_out && (!n_tokens || (ids && slot_row_out && row_slot_out)),
+              "all pointers are needed");
     DPL_TRY(dpl_check_size("n_experts", n_experts, 1, MAX_EXPERTS));
     DPL_TRY(dpl_check_size("top_k", top_k, 1, n_experts));
     DPL_TRY(dpl_ep_check_slots(n_tokens, top_k));
