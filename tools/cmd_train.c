@@ -1,11 +1,10 @@
 /*
  * cmd_train.c - dropless train: runs a configuration, shows how it goes, stops when it is told to.
  *
- * The first SIGINT or SIGTERM lets the step finish and a checkpoint be written; the second ends the process at
- * once, which leaves the checkpoints that are there whole.
+ * The first SIGINT or SIGTERM lets the step finish and a checkpoint be written; the second ends the
+ * process at once, which leaves the checkpoints that are there whole.
  */
 #include <signal.h>
-#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -14,8 +13,7 @@
 static dpl_trainer *volatile running;
 static volatile sig_atomic_t n_signals;
 
-static void on_signal(int number)
-{
+static void on_signal(int number) {
     static const char text[] =
         "\nstopping after this step and a checkpoint; once more to end at once\n";
     if (n_signals++ > 0) _exit(128 + number);
@@ -23,36 +21,31 @@ static void on_signal(int number)
     (void)!write(STDERR_FILENO, text, sizeof text - 1);
 }
 
-static void on_lost_page(int number)
-{
+static void on_lost_page(int number) {
     static const char text[] = "\ndropless: a file that is being read became shorter\n";
     (void)number;
     (void)!write(STDERR_FILENO, text, sizeof text - 1);
     _exit(CLI_FAILURE);
 }
 
-static void catch_signals(void)
-{
+static void catch_signals(void) {
     struct sigaction act = {.sa_handler = on_signal, .sa_flags = SA_RESTART}, before;
     sigemptyset(&act.sa_mask);
     sigaction(SIGTERM, &act, NULL);
-    // A shell without job control starts its background jobs with SIGINT ignored: that is meant to stay so.
+    // A shell without job control starts background jobs with SIGINT ignored: that is to stay so.
     if (sigaction(SIGINT, NULL, &before) == 0 && before.sa_handler != SIG_IGN)
         sigaction(SIGINT, &act, NULL);
     signal(SIGBUS, on_lost_page);
-    signal(SIGPIPE,
-           SIG_IGN); // a reader that goes away does not end a run: everything is in log.txt too
+    // A reader that goes away does not end a run: everything is in log.txt too.
+    signal(SIGPIPE, SIG_IGN);
 }
-
-/* ---- progress ---- */
 
 typedef struct progress {
     bool terminal;
     double step_s; // smoothed
 } progress;
 
-static void on_line(void *arg, const char *line)
-{
+static void on_line(void *arg, const char *line) {
     const progress *p = arg;
     // On a terminal the steps are shown in one line that updates.
     if (p->terminal && !strncmp(line, "completed step:", 15)) return;
@@ -60,8 +53,7 @@ static void on_line(void *arg, const char *line)
     fflush(stdout);
 }
 
-static void on_step(void *arg, const dpl_step_metrics *m, int64_t n_steps)
-{
+static void on_step(void *arg, const dpl_step_metrics *m, int64_t n_steps) {
     progress *p = arg;
     if (!p->terminal) return;
     p->step_s = p->step_s > 0 ? 0.9 * p->step_s + 0.1 * m->seconds : m->seconds;
@@ -72,14 +64,13 @@ static void on_step(void *arg, const dpl_step_metrics *m, int64_t n_steps)
     fflush(stdout);
 }
 
-/* ---- the command ---- */
-
-static int train(dpl_ctx *ctx, const dpl_config *config)
-{
+static int train(cli_args *args) {
     dpl_trainer *trainer = NULL;
     progress p = {.terminal = isatty(STDOUT_FILENO) == 1};
     const dpl_trainer_events events = {.arg = &p, .line = on_line, .step = on_step};
-    if (dpl_trainer_open(ctx, config, &trainer) != DPL_OK) return cli_fail();
+    const int code = cli_open(args, dpl_config_open(args->positional[0], &args->config));
+    if (code != CLI_OK) return code;
+    if (dpl_trainer_open(args->ctx, args->config, &trainer) != DPL_OK) return cli_fail();
     running = trainer;
     catch_signals();
     const dpl_status status = dpl_trainer_run(trainer, &events);
@@ -92,32 +83,18 @@ static int train(dpl_ctx *ctx, const dpl_config *config)
     return status == DPL_OK || status == DPL_EINTR ? CLI_OK : cli_fail();
 }
 
-static int run(const cli_args *args)
-{
-    dpl_config *config = NULL;
-    dpl_ctx *ctx = NULL;
-    dpl_status status = dpl_config_open(args->positional[0], &config);
-    for (size_t i = 0; i < args->n_settings && status == DPL_OK; i++)
-        status = dpl_config_set(config, args->settings[i]);
-    int code = status == DPL_OK ? cli_open_ctx(config, &ctx) : cli_fail_setting(status);
-    if (code == CLI_OK) code = train(ctx, config);
-    dpl_ctx_close(&ctx);
-    dpl_config_close(&config);
-    return code;
-}
-
 const cli_command cli_train = {
-    .name = "train",
-    .arguments = "CONFIG [key=value ...]",
-    .summary = "train a model, or go on with a run that was stopped",
-    .details = "CONFIG is a YAML file of keys; key=value overrides it. The run directory\n"
-               "base_output_directory/run_name/ gets config.yml, log.txt, metrics.jsonl and "
-               "checkpoints/STEP/.\n"
-               "If it has a checkpoint already, training goes on after the newest one.\n"
-               "Ctrl-C or SIGTERM finishes the step, writes a checkpoint and exits with 0; a "
-               "second one exits at once.",
-    .n_positional = 1,
-    .takes_settings = true,
-    .lists_keys = true,
-    .run = run,
+    "train",
+    "CONFIG [key=value ...]",
+    "train a model, or go on with a run that was stopped",
+    "CONFIG is a YAML file of keys; key=value overrides it. The run directory\n"
+    "base_output_directory/run_name/ gets config.yml, log.txt, metrics.jsonl and "
+    "checkpoints/STEP/.\n"
+    "If it has a checkpoint already, training goes on after the newest one.\n"
+    "Ctrl-C or SIGTERM finishes the step, writes a checkpoint and exits with 0; a second one "
+    "exits\n"
+    "at once.",
+    train,
+    1,
+    {{NULL, NULL, NULL}},
 };

@@ -1,13 +1,145 @@
 /*
- * main.c - the program: picks a command from the table and runs it.
+ * main.c - the program: picks a command from the table, reads its arguments, answers --help.
  *
- * Exit codes: 0 success, 1 failure, 2 wrong usage. The locale is never set, so numbers have a point everywhere.
+ * An argument like key=value is a setting wherever it stands; a file of that name is written ./a=b.
+ * The locale is never set, so numbers have a point everywhere.
  */
+#include "cli.h"
+
+#include <ctype.h>
 #include <fcntl.h>
-#include <stdio.h>
+#include <math.h>
+#include <stdarg.h>
+#include <stdlib.h>
 #include <string.h>
 
-#include "cli.h"
+int cli_usage(const cli_command *command, const char *format, ...) {
+    va_list args;
+    fprintf(stderr, "dropless %s: ", command->name);
+    va_start(args, format);
+    vfprintf(stderr, format, args);
+    va_end(args);
+    fprintf(stderr, "\nusage: dropless %s %s\nSee dropless %s --help\n", command->name,
+            command->arguments, command->name);
+    return CLI_USAGE;
+}
+
+int cli_fail(void) {
+    fprintf(stderr, "dropless: %s\n", dpl_error_message());
+    return CLI_FAILURE;
+}
+
+int cli_fail_setting(dpl_status status) {
+    (void)cli_fail();
+    return status == DPL_EINVAL ? CLI_USAGE : CLI_FAILURE;
+}
+
+static int help(const cli_command *c) {
+    dpl_option_info key;
+    printf("usage: dropless %s %s\n\n%s\n", c->name, c->arguments, c->details);
+    if (c->options[0].name) printf("\nOptions:\n");
+    for (const cli_option *o = c->options; o->name; o++) {
+        char name[40];
+        snprintf(name, sizeof name, "%s %s", o->name, o->value ? o->value : "");
+        printf("  %-20s %s\n", name, o->help);
+    }
+    printf(c == &cli_train ? "\nKeys (key=value here, key: value in the file):\n"
+                           : "\nKeys are those of the configuration: see dropless train --help\n");
+    for (size_t i = 0; c == &cli_train && dpl_config_option(i, &key) == DPL_OK; i++)
+        printf("  %s=%s\n      %s (%s%s%s)\n", key.name, key.default_value, key.help, key.type,
+               *key.range ? ", " : "", key.range);
+    return CLI_OK;
+}
+
+/* ---- arguments ---- */
+
+static bool is_setting(const char *text) {
+    const char *p = text;
+    while (isalnum((unsigned char)*p) || *p == '_' || *p == '-') p++;
+    return p > text && *text != '-' && *p == '=';
+}
+
+// Takes argv[*i], and its value from argv[*i + 1] unless it stands behind "=".
+static int parse_option(int argc, char **argv, int *i, cli_args *args) {
+    const cli_command *c = args->command;
+    const char *text = argv[*i], *equals = strchr(text, '=');
+    const size_t n = equals ? (size_t)(equals - text) : strlen(text);
+    for (const cli_option *option = c->options; option->name; option++) {
+        const char **value = &args->option[option - c->options];
+        if (strlen(option->name) != n || strncmp(option->name, text, n) != 0) continue;
+        if (!option->value && equals) return cli_usage(c, "%s takes no value", option->name);
+        if (*value) return cli_usage(c, "%s is given twice", option->name);
+        if (option->value && !equals && *i + 1 >= argc)
+            return cli_usage(c, "%s needs a value, %s", option->name, option->value);
+        *value = !option->value ? "" : equals ? equals + 1 : argv[++*i];
+        return CLI_OK;
+    }
+    return cli_usage(c, "unknown option '%.*s'", (int)n, text);
+}
+
+static int parse(int argc, char **argv, cli_args *args) {
+    const cli_command *c = args->command;
+    size_t n = 0;
+    bool options = true;
+    for (int i = 1; i < argc; i++) {
+        if (options && !strcmp(argv[i], "--")) {
+            options = false;
+        } else if (options && argv[i][0] == '-' && argv[i][1]) {
+            const int code = parse_option(argc, argv, &i, args);
+            if (code != CLI_OK) return code;
+        } else if (is_setting(argv[i])) {
+            args->settings[args->n_settings++] = argv[i];
+        } else if (n < c->n_positional) {
+            args->positional[n++] = argv[i];
+        } else {
+            return cli_usage(c, "unexpected argument '%s', expected key=value", argv[i]);
+        }
+    }
+    if (n == c->n_positional) return CLI_OK;
+    return cli_usage(c, "%zu of %zu arguments are missing", c->n_positional - n, c->n_positional);
+}
+
+// argv[0] is the command's name.
+static int run_command(const cli_command *command, int argc, char **argv) {
+    for (int i = 1; i < argc && strcmp(argv[i], "--") != 0; i++)
+        if (!strcmp(argv[i], "--help") || !strcmp(argv[i], "-h")) return help(command);
+    const char **texts = calloc(2 * (size_t)argc, sizeof *texts);
+    if (!texts) {
+        fprintf(stderr, "dropless: no memory for %d arguments\n", argc);
+        return CLI_FAILURE;
+    }
+    cli_args args = {.command = command, .positional = texts, .settings = texts + argc};
+    int code = parse(argc, argv, &args);
+    if (code == CLI_OK) code = command->run(&args);
+    dpl_model_close(&args.model);
+    dpl_ctx_close(&args.ctx);
+    dpl_config_close(&args.config);
+    free(texts);
+    return code;
+}
+
+bool cli_number(const cli_args *args, size_t option, double missing, double low, double high,
+                bool whole, double *value_out) {
+    const char *text = args->option[option];
+    char *end = NULL;
+    *value_out = text ? strtod(text, &end) : missing;
+    if (!text || (end != text && !*end && *value_out >= low && *value_out <= high &&
+                  (!whole || *value_out == floor(*value_out))))
+        return true;
+    (void)cli_usage(args->command, "%s is '%s', expected a %snumber from %g to %g",
+                    args->command->options[option].name, text, whole ? "whole " : "", low, high);
+    return false;
+}
+
+int cli_open(cli_args *args, dpl_status opened) {
+    for (size_t i = 0; i < args->n_settings && opened == DPL_OK; i++)
+        opened = dpl_config_set(args->config, args->settings[i]);
+    if (opened != DPL_OK) return cli_fail_setting(opened);
+    const int n_threads = atoi(dpl_config_get(args->config, "threads"));
+    return dpl_ctx_open(n_threads, &args->ctx) == DPL_OK ? CLI_OK : cli_fail();
+}
+
+/* ---- the program ---- */
 
 // It parses its arguments itself: the benchmarks see the inside of the library, as no command does.
 static const cli_command cli_bench = {
@@ -18,10 +150,9 @@ static const cli_command cli_bench = {
 
 static const cli_command *const commands[] = {&cli_train,   &cli_eval,  &cli_generate,
                                               &cli_inspect, &cli_probe, &cli_bench};
-#define N_COMMANDS (sizeof commands / sizeof commands[0])
+enum { N_COMMANDS = sizeof commands / sizeof commands[0] };
 
-static void print_help(FILE *out)
-{
+static int print_help(FILE *out, int code) {
     fprintf(out, "dropless %s: dropless mixture-of-experts training on CPUs\n\nCommands:\n",
             dpl_version());
     for (size_t i = 0; i < N_COMMANDS; i++)
@@ -31,72 +162,52 @@ static void print_help(FILE *out)
                  "newest checkpoint).\n"
                  "--help works for every command; --version prints the version.\n"
                  "Exit codes: 0 success, 1 failure, 2 wrong usage.\n");
+    return code;
 }
 
 // How many letters of two short words differ (Levenshtein).
-static size_t distance(const char *a, const char *b)
-{
-    size_t row[32];
-    const size_t n_b = strlen(b) < 31 ? strlen(b) : 31;
-    for (size_t j = 0; j <= n_b; j++)
-        row[j] = j;
-    for (size_t i = 0; a[i] && i < 31; i++) {
-        size_t corner = row[0];
-        row[0] = i + 1;
-        for (size_t j = 0; j < n_b; j++) {
-            const size_t change = corner + (a[i] != b[j]);
-            const size_t shift = (row[j] < row[j + 1] ? row[j] : row[j + 1]) + 1;
-            corner = row[j + 1];
-            row[j + 1] = change < shift ? change : shift;
+static size_t distance(const char *a, const char *b) {
+    size_t row[16]; // the names of commands are shorter
+    const size_t n = strlen(b);
+    for (size_t j = 0; j <= n; j++) row[j] = j;
+    for (; *a; a++) {
+        size_t corner = row[0]++;
+        for (size_t j = 1; j <= n; j++) {
+            const size_t change = corner + (*a != b[j - 1]);
+            const size_t shift = (row[j - 1] < row[j] ? row[j - 1] : row[j]) + 1;
+            corner = row[j];
+            row[j] = change < shift ? change : shift;
         }
     }
-    return row[n_b];
+    return row[n];
 }
 
-static int unknown_command(const char *name)
-{
+static int run(int argc, char **argv) {
+    const char *name = argc > 1 ? argv[1] : "";
     size_t best = 0;
-    for (size_t i = 1; i < N_COMMANDS; i++)
-        if (distance(name, commands[i]->name) < distance(name, commands[best]->name)) best = i;
-    fprintf(stderr, "dropless: unknown command '%s'; the nearest is '%s'. See dropless --help\n",
-            name, commands[best]->name);
-    return CLI_USAGE;
-}
-
-static int run(int argc, char **argv)
-{
-    const char *name = argc > 1 ? argv[1] : NULL;
-    if (!name) {
-        print_help(stderr);
-        return CLI_USAGE;
-    }
-    if (!strcmp(name, "--help") || !strcmp(name, "-h") || !strcmp(name, "help")) {
-        print_help(stdout);
-        return CLI_OK;
-    }
+    if (argc < 2) return print_help(stderr, CLI_USAGE);
+    if (!strcmp(name, "--help") || !strcmp(name, "-h") || !strcmp(name, "help"))
+        return print_help(stdout, CLI_OK);
     if (!strcmp(name, "--version")) {
         printf("dropless %s\n", dpl_version());
         return CLI_OK;
     }
-    for (size_t i = 0; i < N_COMMANDS; i++) {
-        if (strcmp(name, commands[i]->name) != 0) continue;
-        if (commands[i] == &cli_bench) return dpl_bench_main(argc - 2, argv + 2);
-        return cli_run(commands[i], argc - 1, argv + 1);
-    }
-    return unknown_command(name);
+    for (size_t i = 1; i < N_COMMANDS; i++)
+        if (distance(name, commands[i]->name) < distance(name, commands[best]->name)) best = i;
+    const cli_command *command = commands[best];
+    if (!strcmp(name, command->name))
+        return command == &cli_bench ? dpl_bench_main(argc - 2, argv + 2)
+                                     : run_command(command, argc - 1, argv + 1);
+    fprintf(stderr, "dropless: unknown command '%s'; the nearest is '%s'. See dropless --help\n",
+            name, command->name);
+    return CLI_USAGE;
 }
 
-// A program that starts without its standard streams would give their numbers to files that it opens.
-static void occupy_streams(void)
-{
+int main(int argc, char **argv) {
+    // A program without its standard streams would give their numbers to files that it opens. With
+    // the wrong direction their use still fails.
     for (int fd = 0; fd <= 2; fd++)
-        if (fcntl(fd, F_GETFD) < 0)
-            (void)!open("/dev/null", fd == 0 ? O_WRONLY : O_RDONLY); // use still fails
-}
-
-int main(int argc, char **argv)
-{
-    occupy_streams();
+        if (fcntl(fd, F_GETFD) < 0) (void)!open("/dev/null", fd == 0 ? O_WRONLY : O_RDONLY);
     const int code = run(argc, argv);
     if (fflush(stdout) == 0 && !ferror(stdout)) return code;
     if (code == CLI_OK) perror("dropless: cannot write to standard output");
