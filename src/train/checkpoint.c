@@ -12,11 +12,10 @@
 
 #define MANIFEST      "manifest.json"
 #define MANIFEST_KIND "dropless checkpoint"
-#define BLOCK_BYTES   ((size_t)4 << 20)
+#define BLOCK_BYTES   (4 << 20)
 static const char *const moments[] = {"exp_avg.", "exp_avg_sq."};
 
 /* ---- names in a folder ---- */
-
 typedef int (*name_filter)(const struct dirent *entry);
 
 static int is_visible(const struct dirent *entry) {
@@ -70,15 +69,14 @@ static dpl_status remove_all_but(int64_t n_keep, const char *dir, name_filter fi
 }
 
 /* ---- manifest ---- */
-
 // {"bytes": n, "blocks": [checksum, ...]}, a new reference.
 static dpl_status describe_file(const char *path, json_t **entry_out) {
     dpl_map map;
     DPL_TRY(dpl_map_open(path, &map));
     json_t *blocks = json_array();
     for (size_t at = 0; at < map.bytes; at += BLOCK_BYTES) {
-        const size_t n = DPL_MIN(BLOCK_BYTES, map.bytes - at);
-        const unsigned long long sum = dpl_hash64(map.data + at, n, 0);
+        const unsigned long long sum = dpl_hash64(map.data + at,
+                                                  DPL_MIN((size_t)BLOCK_BYTES, map.bytes - at), 0);
         json_array_append_new(blocks, json_sprintf("%016llx", sum));
     }
     *entry_out = json_pack("{s:I, s:o}", "bytes", (json_int_t)map.bytes, "blocks", blocks);
@@ -91,7 +89,10 @@ static dpl_status write_manifest(const char *dir) {
     struct dirent **list;
     int n;
     DPL_TRY(list_names(dir, is_visible, &list, &n));
-    json_t *files = json_object(), *entry;
+    json_t *manifest = json_pack("{s:s, s:i, s:i, s:{}}", "format", MANIFEST_KIND, "version", 1,
+                                 "block_bytes", BLOCK_BYTES, "files"),
+           *entry;
+    json_t *files = json_object_get(manifest, "files");
     dpl_status status = DPL_OK;
     for (int i = 0; i < n && status == DPL_OK; i++) {
         status = dpl_path_join(dir, list[i]->d_name, path);
@@ -100,8 +101,6 @@ static dpl_status write_manifest(const char *dir) {
             status = dpl_fail(DPL_ENOMEM, "no memory for the manifest of %s", dir);
     }
     free_names(list, n);
-    json_t *manifest = json_pack("{s:s, s:i, s:I, s:o}", "format", MANIFEST_KIND, "version", 1,
-                                 "block_bytes", (json_int_t)BLOCK_BYTES, "files", files);
     if (status == DPL_OK) status = dpl_path_join(dir, MANIFEST, path);
     if (status == DPL_OK) status = dpl_json_write(path, manifest);
     json_decref(manifest);
@@ -142,11 +141,11 @@ dpl_status dpl_checkpoint_verify(const char *dir) {
     DPL_TRY(dpl_json_read(path, &manifest));
     const char *kind;
     json_t *files = NULL, *needed;
-    json_int_t version, block_bytes;
+    int version, block_bytes;
     dpl_status status = DPL_OK;
-    if (json_unpack(manifest, "{s:s, s:I, s:I, s:o}", "format", &kind, "version", &version,
+    if (json_unpack(manifest, "{s:s, s:i, s:i, s:o}", "format", &kind, "version", &version,
                     "block_bytes", &block_bytes, "files", &files) != 0 ||
-        !dpl_is(kind, MANIFEST_KIND) || version != 1 || block_bytes != (json_int_t)BLOCK_BYTES)
+        !dpl_is(kind, MANIFEST_KIND) || version != 1 || block_bytes != BLOCK_BYTES)
         status = dpl_fail(DPL_EFORMAT, "%s: not a checkpoint's, or of another version", path);
     else if (json_unpack(files, "{s:o, s:o}", "config.json", &needed, "trainer.json", &needed) != 0)
         status = dpl_fail(DPL_EFORMAT, "%s: lists no config.json or no trainer.json", path);
@@ -158,7 +157,6 @@ dpl_status dpl_checkpoint_verify(const char *dir) {
 }
 
 /* ---- the checkpoints of a run ---- */
-
 dpl_status dpl_checkpoint_newest(const char *run_dir, bool clean, char *dir_out) {
     char checkpoints[PATH_MAX], path[PATH_MAX] = "", why[1024] = "";
     struct dirent **list;
@@ -171,9 +169,8 @@ dpl_status dpl_checkpoint_newest(const char *run_dir, bool clean, char *dir_out)
         status = dpl_path_join(checkpoints, list[i]->d_name, path);
         if (status == DPL_OK) status = dpl_checkpoint_verify(path);
         if (status == DPL_OK) break;
-        if (first != DPL_OK) continue;
-        first = status;
-        snprintf(why, sizeof why, "%s", dpl_error_message());
+        if (i == n - 1) snprintf(why, sizeof why, "%s", dpl_error_message());
+        if (i == n - 1) first = status;
     }
     free_names(list, n);
     if (first == DPL_OK) memcpy(dir_out, path, sizeof path);
@@ -200,7 +197,6 @@ dpl_status dpl_checkpoint_resolve(const char *path, char *dir_out) {
 }
 
 /* ---- the trainer's state ---- */
-
 static dpl_status write_state(const dpl_trainer *t, const char *path) {
     json_t *options = json_object();
     dpl_option_info info;
@@ -229,12 +225,12 @@ static dpl_status apply_state(dpl_trainer *t, json_t *state, const char *path) {
     if (version != 1 || step < 0 || n_updates < 0 || position < 0)
         return dpl_fail(DPL_EFORMAT, "%s: another version than 1, or a negative count", path);
     if (n_batch != (json_int_t)t->batch.n_batch || n_seq != (json_int_t)t->batch.n_seq)
-        return dpl_fail(
-            DPL_EINVAL,
-            "%s was trained with %lld sequences of %lld tokens a step, the configuration has %zu "
-            "of "
-            "%zu (per_device_batch_size * gradient_accumulation_steps, max_target_length)",
-            path, (long long)n_batch, (long long)n_seq, t->batch.n_batch, t->batch.n_seq);
+        return dpl_fail(DPL_EINVAL,
+                        "%s was trained with %lld sequences of %lld tokens a step, the "
+                        "configuration has %zu of %zu (per_device_batch_size * "
+                        "gradient_accumulation_steps, max_target_length)",
+                        path, (long long)n_batch, (long long)n_seq, t->batch.n_batch,
+                        t->batch.n_seq);
     if (!dpl_is(opt_type, t->o->opt_type))
         return dpl_fail(DPL_EINVAL, "%s: the optimizer was %s, the configuration has opt_type=%s",
                         path, opt_type, t->o->opt_type);
@@ -252,7 +248,6 @@ static dpl_status apply_state(dpl_trainer *t, json_t *state, const char *path) {
 }
 
 /* ---- save and load ---- */
-
 static dpl_status write_parts(dpl_trainer *t, const char *dir) {
     char path[PATH_MAX];
     float *const flats[] = {t->optimizer->m, t->optimizer->v};

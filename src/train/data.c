@@ -8,22 +8,22 @@
 
 typedef struct span {    // tokens that windows do not reach across
     uint64_t first, end; // in the source
-    uint64_t windows_before;
+    uint64_t samples_before;
 } span;
 
-typedef struct token_set {
-    const dpl_source *source; // NULL: no data
+typedef struct token_set { // windows, or the rows of a fixed batch
+    const dpl_source *source;
     span *spans;
     size_t n_spans;
-    uint64_t n_windows;
+    uint64_t n_samples; // 0: no data
+    dpl_tokens fixed;   // n_batch 0: windows
 } token_set;
 
 struct dpl_data {
     const dpl_options *o;
     dpl_source *source, *eval_source;
     token_set train, eval;
-    dpl_tokens fixed, eval_fixed; // n_batch 0: not a fixed batch
-    int32_t *window;              // S + 1 tokens
+    int32_t *window; // S + 1 tokens
 };
 
 dpl_status dpl_tokens_alloc(size_t n_batch, size_t n_seq, dpl_tokens *tokens) {
@@ -48,7 +48,6 @@ void dpl_tokens_copy_row(const dpl_tokens *from, size_t from_row, dpl_tokens *to
 }
 
 /* ---- the order of an epoch ---- */
-
 // A four-round Feistel network on an even number of bits is a permutation of 0 .. 4^k - 1; a value
 // past n - 1 is sent through again until it falls inside, which keeps it a permutation.
 uint64_t dpl_shuffle(uint64_t n, uint64_t seed, uint64_t epoch, uint64_t i) {
@@ -68,7 +67,6 @@ uint64_t dpl_shuffle(uint64_t n, uint64_t seed, uint64_t epoch, uint64_t i) {
 }
 
 /* ---- windows ---- */
-
 // The tokens first .. end-1: one span, or with packing=false one for each document.
 static dpl_status open_set(const dpl_options *o, const dpl_source *source, uint64_t first,
                            uint64_t end, token_set *set) {
@@ -77,41 +75,50 @@ static dpl_status open_set(const dpl_options *o, const dpl_source *source, uint6
     set->spans = dpl_alloc_array(to - from, sizeof *set->spans);
     if (!set->spans) return dpl_fail(DPL_ENOMEM, "no memory for %zu documents", to - from);
     for (size_t i = from; i < to; i++) {
-        span s = {first, end, set->n_windows};
+        span s = {first, end, set->n_samples};
         if (!o->packing) s.first = DPL_MAX(first, dpl_source_document(source, i));
         if (!o->packing) s.end = DPL_MIN(end, dpl_source_document(source, i + 1));
         if (s.end < s.first + 2) continue; // a single token predicts nothing
         set->spans[set->n_spans++] = s;
-        set->n_windows += (s.end - s.first - 2) / (uint64_t)o->max_target_length + 1;
+        set->n_samples += (s.end - s.first - 2) / (uint64_t)o->max_target_length + 1;
     }
     set->source = source;
     return DPL_OK;
 }
 
 // Documents of a window become segments 1, 2, ..; positions count from their, or its, start.
-static void fill_window(const dpl_data *data, const token_set *set, uint64_t window,
-                        dpl_tokens *tokens, size_t row) {
-    const size_t S = tokens->n_seq, at = row * S;
-    size_t low = 0, high = set->n_spans;
-    while (high - low > 1) {
-        const size_t middle = (low + high) / 2;
-        *(set->spans[middle].windows_before <= window ? &low : &high) = middle;
+// Past the last sample there is padding.
+static void fill_row(const dpl_data *data, const token_set *set, uint64_t sample,
+                     dpl_tokens *tokens, size_t row) {
+    if (sample < set->fixed.n_batch) {
+        dpl_tokens_copy_row(&set->fixed, (size_t)sample, tokens, row);
+        return;
     }
-    const span *s = &set->spans[low];
-    const uint64_t first = s->first + (window - s->windows_before) * S;
-    const size_t n = (size_t)DPL_MIN((uint64_t)S, s->end - first - 1); // that have a next one
-    dpl_source_read(set->source, first, n + 1, data->window);
-    size_t document = dpl_source_document_of(set->source, first);
-    uint64_t border = dpl_source_document(set->source, document + 1);
+    const bool across = data->o->attend_across_documents;
+    const size_t S = tokens->n_seq, at = row * S;
+    size_t n = 0, document = 0, low = 0, high = set->n_spans; // n tokens have a next one
+    uint64_t first = 0, border = 0;
+    if (sample < set->n_samples) {
+        while (high - low > 1) {
+            const size_t middle = (low + high) / 2;
+            *(set->spans[middle].samples_before <= sample ? &low : &high) = middle;
+        }
+        const span *s = &set->spans[low];
+        first = s->first + (sample - s->samples_before) * S;
+        n = (size_t)DPL_MIN((uint64_t)S, s->end - first - 1);
+        dpl_source_read(set->source, first, n + 1, data->window);
+        document = dpl_source_document_of(set->source, first);
+        border = dpl_source_document(set->source, document + 1);
+    }
     int32_t segment = 1, position = 0;
     for (size_t i = 0; i < S; i++) {
         const bool real = i < n;
-        while (real && !data->o->attend_across_documents && first + i >= border) {
+        while (real && !across && first + i >= border) {
             border = dpl_source_document(set->source, ++document + 1);
             segment += position > 0;
             position = 0;
         }
-        const bool next = real && (data->o->attend_across_documents || first + i + 1 < border);
+        const bool next = real && (across || first + i + 1 < border);
         tokens->ids[at + i] = real ? data->window[i] : 0;
         tokens->targets[at + i] = next ? data->window[i + 1] : -1;
         tokens->segment[at + i] = real ? segment : 0;
@@ -119,52 +126,38 @@ static void fill_window(const dpl_data *data, const token_set *set, uint64_t win
     }
 }
 
-static void blank_row(dpl_tokens *tokens, size_t row) {
-    for (size_t i = row * tokens->n_seq; i < (row + 1) * tokens->n_seq; i++) {
-        tokens->ids[i] = tokens->segment[i] = tokens->position[i] = 0;
-        tokens->targets[i] = -1;
-    }
+// A fixed batch serves evaluation too unless there is another one.
+static const token_set *eval_set(const dpl_data *data) {
+    return data->train.fixed.n_batch && !data->eval.n_samples ? &data->train : &data->eval;
 }
 
 uint64_t dpl_data_samples(const dpl_data *data, bool eval) {
-    if (data->fixed.n_batch)
-        return eval && data->eval_fixed.n_batch ? data->eval_fixed.n_batch : data->fixed.n_batch;
-    return eval ? data->eval.n_windows : data->train.n_windows;
+    return eval ? eval_set(data)->n_samples : data->train.n_samples;
 }
 
 void dpl_data_train(const dpl_data *data, uint64_t position, dpl_tokens *tokens) {
-    const uint64_t n = dpl_data_samples(data, false);
+    const uint64_t n = data->train.n_samples, seed = (uint64_t)data->o->data_shuffle_seed;
+    const bool shuffles = data->o->enable_data_shuffling && !data->train.fixed.n_batch;
     if (data->o->reuse_example_batch) position = 0;
     for (size_t row = 0; row < tokens->n_batch; row++, position++) {
-        uint64_t sample = position % n;
-        if (data->fixed.n_batch) {
-            dpl_tokens_copy_row(&data->fixed, (size_t)sample, tokens, row);
-            continue;
-        }
-        if (data->o->enable_data_shuffling)
-            sample = dpl_shuffle(n, (uint64_t)data->o->data_shuffle_seed, position / n, sample);
-        fill_window(data, &data->train, sample, tokens, row);
+        const uint64_t i = position % n;
+        const uint64_t sample = shuffles ? dpl_shuffle(n, seed, position / n, i) : i;
+        fill_row(data, &data->train, sample, tokens, row);
     }
 }
 
 void dpl_data_eval(const dpl_data *data, uint64_t first, dpl_tokens *tokens) {
-    const dpl_tokens *fixed = data->eval_fixed.n_batch ? &data->eval_fixed : &data->fixed;
-    for (size_t row = 0; row < tokens->n_batch; row++) {
-        if (first + row >= dpl_data_samples(data, true))
-            blank_row(tokens, row);
-        else if (fixed->n_batch)
-            dpl_tokens_copy_row(fixed, (size_t)(first + row), tokens, row);
-        else
-            fill_window(data, &data->eval, first + row, tokens, row);
-    }
+    for (size_t row = 0; row < tokens->n_batch; row++)
+        fill_row(data, eval_set(data), first + row, tokens, row);
 }
 
 /* ---- fixed batches ---- */
-
 static dpl_status fill_synthetic(const dpl_options *o, size_t n_batch, size_t vocab,
-                                 dpl_tokens *batch) {
+                                 token_set *set) {
+    dpl_tokens *batch = &set->fixed;
     DPL_TRY(dpl_tokens_alloc(n_batch, (size_t)o->max_target_length, batch));
     const size_t S = batch->n_seq;
+    set->n_samples = n_batch;
     for (size_t i = 0; i < n_batch * S; i++) {
         const uint64_t at = i / S * (S + 1) + i % S, seed = (uint64_t)o->data_shuffle_seed;
         batch->ids[i] = (int32_t)(dpl_rng_u64(seed, 0, at) % vocab);
@@ -231,21 +224,21 @@ static dpl_status read_planes(const dpl_st_file *file, size_t vocab, dpl_tokens 
 }
 
 static dpl_status read_batch(const char *path, size_t n_batch, size_t n_seq, size_t vocab,
-                             dpl_tokens *batch) {
+                             token_set *set) {
     dpl_st_file *file;
     const dpl_st_tensor *inputs;
     DPL_TRY(dpl_st_open(path, &file));
     dpl_status status = find_plane(file, "inputs", n_batch, n_seq, &inputs);
     if (status == DPL_OK && (!inputs || !dpl_st_find(file, "targets")))
         status = dpl_fail(DPL_EFORMAT, "%s: tensor \"inputs\" or \"targets\" is missing", path);
-    if (status == DPL_OK) status = dpl_tokens_alloc((size_t)inputs->shape[0], n_seq, batch);
-    if (status == DPL_OK) status = read_planes(file, vocab, batch);
+    if (status == DPL_OK) status = dpl_tokens_alloc((size_t)inputs->shape[0], n_seq, &set->fixed);
+    if (status == DPL_OK) status = read_planes(file, vocab, &set->fixed);
+    set->n_samples = set->fixed.n_batch;
     dpl_st_close(&file);
     return status;
 }
 
 /* ---- open and close ---- */
-
 static dpl_status open_streams(dpl_data *data, size_t vocab) {
     const dpl_options *o = data->o;
     const dpl_source_kind kind = dpl_is(o->dataset_type, "text") ? DPL_SOURCE_TEXT : DPL_SOURCE_BIN;
@@ -262,10 +255,10 @@ static dpl_status open_streams(dpl_data *data, size_t vocab) {
         DPL_TRY(open_set(o, data->source, n_train, n, &data->eval));
     }
     DPL_TRY(open_set(o, data->source, 0, n_train, &data->train));
-    if (data->train.n_windows > 0) return DPL_OK;
+    if (data->train.n_samples > 0) return DPL_OK;
     return dpl_fail(DPL_EINVAL,
-                    "%s: no token to predict: %llu tokens are there, in documents of "
-                    "one; expected two at least",
+                    "%s: %llu tokens are left for training, in documents of one; expected "
+                    "two at least",
                     o->dataset_path, (unsigned long long)n_train);
 }
 
@@ -279,13 +272,13 @@ dpl_status dpl_data_open(const dpl_options *o, size_t n_batch, size_t vocab, dpl
     if (!data->window)
         status = dpl_fail(DPL_ENOMEM, "no memory for a window of %zu tokens", n_seq);
     else if (dpl_is(o->dataset_type, "synthetic"))
-        status = fill_synthetic(o, n_batch, vocab, &data->fixed);
+        status = fill_synthetic(o, n_batch, vocab, &data->train);
     else if (!dpl_is(o->dataset_type, "safetensors"))
         status = open_streams(data, vocab);
     else
-        status = read_batch(o->dataset_path, n_batch, n_seq, vocab, &data->fixed);
+        status = read_batch(o->dataset_path, n_batch, n_seq, vocab, &data->train);
     if (status == DPL_OK && dpl_is(o->dataset_type, "safetensors") && o->eval_dataset_path[0])
-        status = read_batch(o->eval_dataset_path, 0, n_seq, vocab, &data->eval_fixed);
+        status = read_batch(o->eval_dataset_path, 0, n_seq, vocab, &data->eval);
     if (status != DPL_OK) dpl_data_close(&data);
     if (status == DPL_OK) *data_out = data;
     return status;
@@ -296,8 +289,8 @@ void dpl_data_close(dpl_data **data) {
     dpl_free((*data)->train.spans);
     dpl_free((*data)->eval.spans);
     dpl_free((*data)->window);
-    dpl_tokens_free(&(*data)->fixed);
-    dpl_tokens_free(&(*data)->eval_fixed);
+    dpl_tokens_free(&(*data)->train.fixed);
+    dpl_tokens_free(&(*data)->eval.fixed);
     dpl_source_close(&(*data)->source);
     dpl_source_close(&(*data)->eval_source);
     dpl_free(*data);

@@ -14,8 +14,6 @@ typedef struct run {
     bool done; // the evaluation loss reached its target
 } run;
 
-/* ---- files ---- */
-
 static dpl_status emit(run *r, const char *line) {
     if (fprintf(r->log, "%s\n", line) < 0 || fflush(r->log) != 0)
         return dpl_fail(DPL_EIO, "%s/log.txt: cannot be written: %m", r->t->run_dir);
@@ -96,8 +94,6 @@ static dpl_status write_head(run *r) {
                 dpl_ctx_cpu_level(t->ctx), t->peak_flops * 1e-9));
     return t->step > 0 ? say(r, "resuming after step %lld", (long long)t->step - 1) : DPL_OK;
 }
-
-/* ---- a step and what follows it ---- */
 
 static dpl_status train_step(run *r) {
     dpl_trainer *t = r->t;

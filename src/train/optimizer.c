@@ -8,8 +8,6 @@
 
 #include "train/train.h"
 
-/* ---- masks ---- */
-
 // MaxText's path of a tensor, as its masks are written against.
 // clang-format off
 static const char *const maxtext_paths[DPL_P_N] = {
@@ -87,13 +85,12 @@ static dpl_status fill_masks(const dpl_options *o, dpl_optimizer *opt) {
     DPL_TRY(mark_list("trainable_parameters_mask", mask, opt->model, opt->trains));
     for (size_t i = 0; i < opt->model->params.n; i++) {
         opt->decays[i] = !opt->decays[i];
-        n_trained += opt->trains[i] |= !mask[0] || dpl_is(mask, "[]");
+        if (!mask[0] || dpl_is(mask, "[]")) opt->trains[i] = true;
+        n_trained += opt->trains[i];
     }
-    return n_trained ? DPL_OK
-                     : dpl_fail(DPL_EINVAL, "trainable_parameters_mask %s selects no tensor", mask);
+    if (n_trained > 0) return DPL_OK;
+    return dpl_fail(DPL_EINVAL, "trainable_parameters_mask %s selects no tensor", mask);
 }
-
-/* ---- open and close ---- */
 
 dpl_status dpl_optimizer_open(const dpl_options *o, dpl_model *model,
                               dpl_optimizer **optimizer_out) {
@@ -108,12 +105,11 @@ dpl_status dpl_optimizer_open(const dpl_options *o, dpl_model *model,
     opt->squares = dpl_alloc_array(n, sizeof *opt->squares);
     if (adam) opt->m = dpl_alloc_array(elems, sizeof *opt->m);
     if (adam) opt->v = dpl_alloc_array(elems, sizeof *opt->v);
-    dpl_status status;
-    if (!opt->trains || !opt->decays || !opt->squares || (adam && (!opt->m || !opt->v)))
-        status = dpl_fail(DPL_ENOMEM, "no memory for %.3f GB of optimizer state",
-                          8e-9 * (double)elems);
-    else
-        status = fill_masks(o, opt);
+    const bool whole = opt->trains && opt->decays && opt->squares && (!adam || (opt->m && opt->v));
+    const dpl_status status = whole
+                                  ? fill_masks(o, opt)
+                                  : dpl_fail(DPL_ENOMEM, "no memory for %.3f GB of optimizer state",
+                                             8e-9 * (double)elems);
     if (status != DPL_OK) dpl_optimizer_close(&opt);
     if (status == DPL_OK) *optimizer_out = opt;
     return status;
@@ -129,8 +125,6 @@ void dpl_optimizer_close(dpl_optimizer **optimizer) {
     dpl_free(*optimizer);
     *optimizer = NULL;
 }
-
-/* ---- a step ---- */
 
 static dpl_status name_bad_gradient(const dpl_model *model, const dpl_param *param) {
     char name[192], expert[64] = "";

@@ -22,52 +22,38 @@ typedef struct option {
 static const option options[] = {DPL_OPTION_MAP(ROW)};
 #undef ROW
 
-typedef struct maxtext_key {
-    const char *key, *values; // "a|b", the first is worded in the error; NULL: ignored
-} maxtext_key;
+// "key" is ignored, "key=a|b" has these values; the first is worded in the error.
 // clang-format off
-static const maxtext_key maxtext_keys[] = {
-    {"model_name", "default|"}, {"global_parameter_scale", "1"},
-    {"mlp_activations", "[\"silu\",\"linear\"]"}, {"sparse_matmul", "true"},
-    {"capacity_factor", "-1"}, {"use_random_routing", "false"},
-    {"rope_attention_scaling", "false"}, {"dropout_rate", "0"}, {"mtp_eval_target_module", "0"},
-    {"weight_dtype", "float32"}, {"grad_dtype", "float32"}, {"mu_dtype", "float32|"},
-    {"quantization", "|none"}, {"gmm_quantization", "|none"}, {"te_gmm_quantization", "|none"},
-    {"skip_step_on_spikes", "false"}, {"abort_on_nan_loss", "true"}, {"abort_on_inf_loss", "true"},
-    {"tokenizer_path", ""}, {"add_bos", "false"}, {"add_eos", "false"}, {"grain_train_files", ""},
-    {"grain_file_type", "arrayrecord"}, {"hf_path", ""}, {"hf_train_files", ""},
-    {"ici_fsdp_parallelism", "1|-1"}, {"ici_expert_parallelism", "1|-1"},
-    {"ici_data_parallelism", "1|-1"}, {"ici_tensor_parallelism", "1|-1"},
-    {"ici_pipeline_parallelism", "1|-1"}, {"ici_context_parallelism", "1|-1"},
-    {"ici_sequence_parallelism", "1|-1"}, {"dcn_fsdp_parallelism", "1|-1"},
-    {"dcn_expert_parallelism", "1|-1"}, {"dcn_data_parallelism", "1|-1"},
-    {"dcn_tensor_parallelism", "1|-1"}, {"dcn_pipeline_parallelism", "1|-1"},
-    {"dcn_context_parallelism", "1|-1"},
-    {"hardware", NULL}, {"skip_jax_distributed_system", NULL}, {"scan_layers", NULL},
-    {"param_scan_axis", NULL}, {"megablox", NULL}, {"jax_cache_dir", NULL},
-    {"enable_tensorboard", NULL}, {"log_config", NULL}, {"log_period", NULL},
-    {"metrics_file", NULL}, {"override_model_config", NULL}, {"attention", NULL},
-    {"matmul_precision", NULL}, {"cast_logits_to_fp32", NULL}, {"logits_dot_in_fp32", NULL},
-    {"float32_qk_product", NULL}, {"float32_logits", NULL}, {"float32_gate_logits", NULL},
-    {"float32_weight_sum", NULL}, {"ragged_buffer_factor", NULL}, {"moe_dropless_fallback", NULL},
-    {"use_ring_of_experts", NULL}, {"num_moe_token_chunks", NULL},
-    {"shard_optimizer_over_data", NULL}, {"shard_exp_on_fsdp", NULL}, {"base_num_kv_heads", NULL},
-    {"head_dim", NULL}, {"enable_dropout", NULL}, {"async_checkpointing", NULL},
-    {"train_split", NULL}, {"profiler", NULL}, {"skip_first_n_steps_for_profiler", NULL},
-    {"profiler_steps", NULL}, {"profile_periodically_period", NULL}, {"profile_cleanly", NULL},
-    {"max_segments_per_seq", NULL}, {"wi_tile_fwd_batch_seq", NULL}, {"tokenizer_type", NULL},
-    {"muon_beta", NULL}, {"skip_step_interval", NULL}, {"skip_step_scaling_factor", NULL},
-    {"decoder_layer_input", NULL}, {"context", NULL}, {"mlpwi", NULL}, {"mlpwi_0", NULL},
-    {"mlpwi_1", NULL}, {"mlpwo", NULL}, {"moe_mlpwi_0", NULL}, {"moe_mlpwi_1", NULL},
-    {"moe_mlpwo", NULL}, {"moe_x_sorted", NULL}, {"moe_routing_maps", NULL}, {"query_proj", NULL},
-    {"key_proj", NULL}, {"value_proj", NULL}, {"kv_proj", NULL}, {"qkv_proj", NULL},
-    {"out_proj", NULL}, {"query_wa_proj", NULL}, {"kv_wa_proj", NULL}, {"mla_q", NULL},
-    {"mla_kv", NULL}, {"attention_out", NULL},
+static const char *const maxtext_keys[] = {
+    "model_name=default|", "global_parameter_scale=1", "mlp_activations=[\"silu\",\"linear\"]",
+    "sparse_matmul=true", "capacity_factor=-1", "use_random_routing=false",
+    "rope_attention_scaling=false", "dropout_rate=0", "mtp_eval_target_module=0",
+    "weight_dtype=float32", "grad_dtype=float32", "mu_dtype=float32|", "quantization=|none",
+    "gmm_quantization=|none", "te_gmm_quantization=|none", "skip_step_on_spikes=false",
+    "abort_on_nan_loss=true", "abort_on_inf_loss=true", "tokenizer_path=", "add_bos=false",
+    "add_eos=false", "grain_train_files=", "grain_file_type=arrayrecord", "hf_path=",
+    "hf_train_files=", "ici_fsdp_parallelism=1|-1", "ici_expert_parallelism=1|-1",
+    "ici_data_parallelism=1|-1", "ici_tensor_parallelism=1|-1", "ici_pipeline_parallelism=1|-1",
+    "ici_context_parallelism=1|-1", "ici_sequence_parallelism=1|-1", "dcn_fsdp_parallelism=1|-1",
+    "dcn_expert_parallelism=1|-1", "dcn_data_parallelism=1|-1", "dcn_tensor_parallelism=1|-1",
+    "dcn_pipeline_parallelism=1|-1", "dcn_context_parallelism=1|-1",
+    "hardware", "skip_jax_distributed_system", "scan_layers", "param_scan_axis", "megablox",
+    "jax_cache_dir", "enable_tensorboard", "log_config", "log_period", "metrics_file",
+    "override_model_config", "attention", "matmul_precision", "cast_logits_to_fp32",
+    "logits_dot_in_fp32", "float32_qk_product", "float32_logits", "float32_gate_logits",
+    "float32_weight_sum", "ragged_buffer_factor", "moe_dropless_fallback", "use_ring_of_experts",
+    "num_moe_token_chunks", "shard_optimizer_over_data", "shard_exp_on_fsdp", "base_num_kv_heads",
+    "head_dim", "enable_dropout", "async_checkpointing", "train_split", "profiler",
+    "skip_first_n_steps_for_profiler", "profiler_steps", "profile_periodically_period",
+    "profile_cleanly", "max_segments_per_seq", "wi_tile_fwd_batch_seq", "tokenizer_type",
+    "muon_beta", "skip_step_interval", "skip_step_scaling_factor", "decoder_layer_input", "context",
+    "mlpwi", "mlpwi_0", "mlpwi_1", "mlpwo", "moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo",
+    "moe_x_sorted", "moe_routing_maps", "query_proj", "key_proj", "value_proj", "kv_proj",
+    "qkv_proj", "out_proj", "query_wa_proj", "kv_wa_proj", "mla_q", "mla_kv", "attention_out",
 };
 // clang-format on
 
 /* ---- values ---- */
-
 // Is `text` one of "a|b|c"?
 static bool is_choice(const char *text, const char *choices) {
     const size_t n = strlen(text);
@@ -150,16 +136,15 @@ static dpl_status set_option(dpl_config *config, size_t i, const char *text) {
 }
 
 /* ---- keys ---- */
-
 static size_t find_option(const char *key) {
     size_t i = 0;
     while (i < DPL_OPT_N && !dpl_is(options[i].key, key)) i++;
     return i;
 }
 
-// Levenshtein distance; texts are cut at 63 characters.
+// Levenshtein distance of the texts before any '=', of 63 characters at most.
 static size_t edit_distance(const char *a, const char *b) {
-    const size_t n = strnlen(a, 63), m = strnlen(b, 63);
+    const size_t n = DPL_MIN(strcspn(a, "="), 63u), m = DPL_MIN(strcspn(b, "="), 63u);
     size_t row[64];
     for (size_t j = 0; j <= m; j++) row[j] = j;
     for (size_t i = 1; i <= n; i++) {
@@ -177,10 +162,11 @@ static size_t edit_distance(const char *a, const char *b) {
 static dpl_status unknown_key(const char *key) {
     const char *best = options[0].key;
     for (size_t i = 1; i < DPL_OPT_N + DPL_COUNT(maxtext_keys); i++) {
-        const char *name = i < DPL_OPT_N ? options[i].key : maxtext_keys[i - DPL_OPT_N].key;
+        const char *name = i < DPL_OPT_N ? options[i].key : maxtext_keys[i - DPL_OPT_N];
         if (edit_distance(key, name) < edit_distance(key, best)) best = name;
     }
-    return dpl_fail(DPL_EINVAL, "unknown key '%s'; the nearest known key is '%s'", key, best);
+    return dpl_fail(DPL_EINVAL, "unknown key '%s'; the nearest known key is '%.*s'", key,
+                    (int)strcspn(best, "="), best);
 }
 
 // A fixed key's value: equal as text without blanks and case, or as a number.
@@ -193,19 +179,15 @@ static bool same_value(const char *value, const char *want) {
     return dpl_parse_f64(text, &x) == DPL_OK && dpl_parse_f64(want, &y) == DPL_OK && x == y;
 }
 
-static dpl_status check_maxtext(const maxtext_key *entry, const char *value) {
-    if (!entry->values) {
-        dpl_log("notice: %s has no effect here and is ignored", entry->key);
-        return DPL_OK;
-    }
+static dpl_status check_maxtext(const char *key, const char *values, const char *value) {
     char first[64];
-    const size_t len = strcspn(entry->values, "|");
-    snprintf(first, sizeof first, "%.*s", (int)len, entry->values);
+    const size_t len = strcspn(values, "|");
+    snprintf(first, sizeof first, "%.*s", (int)len, values);
     if (same_value(value, first)) return DPL_OK;
-    if (entry->values[len] && same_value(value, entry->values + len + 1)) return DPL_OK;
+    if (values[len] && same_value(value, values + len + 1)) return DPL_OK;
     return dpl_fail(DPL_EINVAL,
-                    "%s: '%s' is not supported and would change the result, expected '%s'",
-                    entry->key, value, first);
+                    "%s: '%s' is not supported and would change the result, expected '%s'", key,
+                    value, first);
 }
 
 dpl_status dpl_config_put(dpl_config *config, const char *key, const char *value) {
@@ -215,13 +197,17 @@ dpl_status dpl_config_put(dpl_config *config, const char *key, const char *value
         config->given[i] = true;
         return DPL_OK;
     }
-    for (size_t j = 0; j < DPL_COUNT(maxtext_keys); j++)
-        if (dpl_is(maxtext_keys[j].key, key)) return check_maxtext(&maxtext_keys[j], value);
+    for (size_t j = 0; j < DPL_COUNT(maxtext_keys); j++) {
+        const size_t len = strcspn(maxtext_keys[j], "=");
+        if (strlen(key) != len || memcmp(maxtext_keys[j], key, len) != 0) continue;
+        if (maxtext_keys[j][len]) return check_maxtext(key, maxtext_keys[j] + len + 1, value);
+        dpl_log("notice: %s has no effect here and is ignored", key);
+        return DPL_OK;
+    }
     return unknown_key(key);
 }
 
 /* ---- the configuration as an object ---- */
-
 static dpl_status put_line(void *arg, const char *key, const char *value, int line) {
     (void)line;
     return dpl_config_put(arg, key, value);

@@ -102,9 +102,9 @@ static dpl_status update(dpl_trainer *t, dpl_step_metrics *m) {
 dpl_status dpl_trainer_step(dpl_trainer *t, dpl_step_metrics *metrics_out) {
     if (!t || !metrics_out) return dpl_fail(DPL_EINVAL, "dpl_trainer_step: an argument is NULL");
     const double start = dpl_now();
-    dpl_step_metrics m = {.step = t->step,
-                          .learning_rate = dpl_schedule_rate(&t->schedule, t->step)};
+    dpl_step_metrics m = {.step = t->step};
     dpl_loss_sums sums;
+    m.learning_rate = dpl_schedule_rate(&t->schedule, t->step);
     memset(t->ctx->phase_s, 0, sizeof t->ctx->phase_s);
     memset(t->model->counts, 0, count_elems(t->model) * sizeof *t->model->counts);
     dpl_data_train(t->data, t->position, &t->batch);

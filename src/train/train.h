@@ -19,7 +19,6 @@
 #include "model/model.h"
 
 /* ---- options (options.c) ---- */
-
 // kind, key, default, range (numbers: "LOW .. HIGH", "LOW ..", "> LOW") or choices, help.
 // Kinds: I integer, F number, B true|false, T text, C one of the choices. Defaults are MaxText's.
 // clang-format off
@@ -130,13 +129,10 @@ typedef const char *dpl_opt_C;
 typedef struct dpl_options {
 #define DPL_OPTION_FIELD(kind, key, ...) dpl_opt_##kind key;
     DPL_OPTION_MAP(DPL_OPTION_FIELD)
-#undef DPL_OPTION_FIELD
 } dpl_options;
 typedef enum dpl_option_id {
 #define DPL_OPTION_ENUM(kind, key, ...) DPL_OPT_##key,
-    DPL_OPTION_MAP(DPL_OPTION_ENUM)
-#undef DPL_OPTION_ENUM
-        DPL_OPT_N
+    DPL_OPTION_MAP(DPL_OPTION_ENUM) DPL_OPT_N
 } dpl_option_id;
 
 struct dpl_config {
@@ -164,7 +160,6 @@ dpl_loss_rule dpl_options_loss(const dpl_options *o);
 void dpl_options_init(const dpl_options *o, dpl_model *model);
 
 /* ---- learning rate (schedule.c) ---- */
-
 typedef struct dpl_schedule {
     int64_t length, warmup, decay; // steps; decay only with wsd
     double first, last;
@@ -174,7 +169,6 @@ void dpl_schedule_init(const dpl_options *o, int64_t length, dpl_schedule *sched
 double dpl_schedule_rate(const dpl_schedule *schedule, int64_t step); // step: updates already made
 
 /* ---- data (data.c) ---- */
-
 typedef struct dpl_tokens { // (n_batch, n_seq) each, owned
     size_t n_batch, n_seq;
     int32_t *ids, *targets, *segment, *position;
@@ -196,7 +190,6 @@ void dpl_data_eval(const dpl_data *data, uint64_t first, dpl_tokens *tokens);
 uint64_t dpl_shuffle(uint64_t n, uint64_t seed, uint64_t epoch, uint64_t i);
 
 /* ---- optimizer (optimizer.c) ---- */
-
 typedef struct dpl_optimizer {
     dpl_model *model;
     const dpl_options *o;
@@ -213,7 +206,6 @@ dpl_status dpl_optimizer_norm(dpl_optimizer *optimizer, double *norm_out);
 void dpl_optimizer_apply(dpl_optimizer *optimizer, double rate, double grad_scale);
 
 /* ---- the trainer (trainer.c, step.c, loop.c) ---- */
-
 struct dpl_trainer {
     dpl_ctx *ctx;
     dpl_comm *comm;
@@ -238,7 +230,6 @@ struct dpl_trainer {
 dpl_status dpl_trainer_lock(dpl_trainer *t);
 
 /* ---- checkpoints (checkpoint.c) ---- */
-
 dpl_status dpl_checkpoint_save(dpl_trainer *t); // of the last step; then removes what is too old
 dpl_status dpl_checkpoint_load(dpl_trainer *t, const char *dir); // a verified one, everything
 // The newest checkpoint of a run directory, verified; "" if none. A damaged one is an error
@@ -248,7 +239,6 @@ dpl_status dpl_checkpoint_newest(const char *run_dir, bool clean, char *dir_out)
 dpl_status dpl_checkpoint_resolve(const char *path, char *dir_out);
 
 /* ---- metrics (metrics.c) ---- */
-
 void dpl_metrics_line(const dpl_trainer *t, const dpl_step_metrics *m, char *text, size_t size);
 void dpl_metrics_profile(const dpl_trainer *t, char *text, size_t size);
 // One row, a new reference; numbers that are not finite become null. NULL without memory.
