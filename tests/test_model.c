@@ -862,6 +862,29 @@ static void expect_nan(const char *tensor, const char *layer)
     }
 }
 
+// The reservation of the step arena is made smaller than the pass needs: refused before anything is computed.
+static void a_pass_beyond_the_memory_is_refused(void **state)
+{
+    (void)state;
+    scene s;
+    kit k;
+    scene_open_random(3, &s);
+    const dpl_model_config config = scene_config(&s.cfg);
+    assert_true(kit_open(&config, DPL_F32, &s.params, 1, false, "ref", &k));
+    const dpl_batch batch = scene_batch(&s);
+    const dpl_loss_rule rule = {0};
+    dpl_loss_sums sums;
+    const size_t memory = k.ctx->memory_bytes;
+    k.ctx->memory_bytes = 100000;
+    assert_int_equal(dpl_model_evaluate(k.model, &batch, &rule, NULL, &sums), DPL_ENOMEM);
+    assert_non_null(strstr(dpl_error_message(), "per_device_batch_size"));
+    k.ctx->memory_bytes = memory;
+    assert_int_equal(dpl_model_evaluate(k.model, &batch, &rule, NULL, &sums), DPL_OK);
+    assert_true(dpl_arena_peak_bytes(k.ctx->arena) < ((size_t)1 << 30));
+    kit_close(&k);
+    scene_close(&s);
+}
+
 static void nan_is_an_error_with_its_layer(void **state)
 {
     (void)state;
@@ -951,6 +974,7 @@ int main(void)
         cmocka_unit_test(rows_are_independent),
         cmocka_unit_test(memory_is_released_and_bounded),
         cmocka_unit_test(bad_batches_are_refused),
+        cmocka_unit_test(a_pass_beyond_the_memory_is_refused),
         cmocka_unit_test(nan_is_an_error_with_its_layer),
         cmocka_unit_test(bias_moves_by_the_sign_of_the_summed_counts),
     };

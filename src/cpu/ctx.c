@@ -9,9 +9,9 @@
 
 #include "cpu/kernels.h"
 
-#define SCRATCH_BYTES ((size_t)4 << 20)
+#define SCRATCH_BYTES  ((size_t)4 << 20)
 #define STEP_BYTES_MIN ((size_t)64 << 20)
-#define QUEUE_MAX     256 // a full queue is drained: long steps need no more memory
+#define QUEUE_MAX      256 // a full queue is drained: long steps need no more memory
 
 typedef struct queued_op {
     dpl_op_fn fn;
@@ -42,7 +42,8 @@ dpl_status dpl_ctx_create(int n_threads, bool deferred, size_t step_bytes, dpl_c
     ctx->kernels = dpl_cpu_kernels(level);
     ctx->scratch_bytes = SCRATCH_BYTES;
     const bool as_much = step_bytes == 0;
-    if (as_much) step_bytes = 4 * (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE);
+    ctx->memory_bytes = (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE);
+    if (as_much) step_bytes = 4 * ctx->memory_bytes;
     dpl_status status = dpl_pool_open(n_threads, &ctx->pool);
     if (status == DPL_OK) status = dpl_arena_open(step_bytes, &ctx->arena);
     // Batch systems limit addresses too (ulimit -v): take what there is.
@@ -153,8 +154,8 @@ static void run_part(void *p, size_t i, int i_thread)
     const loop_run *run = p;
     const dpl_loop *loop = &run->loop;
     const size_t first = i * loop->grain, end = DPL_MIN(first + loop->grain, loop->n_rows);
-    const dpl_part part = {first, end, i, &run->ctx->kernels->rows,
-                           dpl_ctx_scratch(run->ctx, i_thread), i_thread};
+    const dpl_part part = {
+        first, end, i, &run->ctx->kernels->rows, dpl_ctx_scratch(run->ctx, i_thread), i_thread};
     loop->fn(run->args, &part);
 }
 

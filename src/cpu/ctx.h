@@ -14,10 +14,11 @@
 typedef struct dpl_kernels dpl_kernels; // kernels.h
 
 // Where a step's time goes; `step_profile=true` prints one row a phase.
-#define DPL_PHASE_MAP(X)                                                                        \
-    X(OTHER, "other") X(GMM, "grouped_gemm") X(GEMM, "dense_gemm") X(ATTENTION, "attention")    \
-    X(ROUTER, "router") X(DISPATCH, "dispatch") X(COMBINE, "combine") X(NORM, "norm")           \
-    X(SWIGLU, "swiglu") X(EMBED, "embedding") X(LOSS, "head_loss") X(OPTIMIZER, "optimizer")
+#define DPL_PHASE_MAP(X)                                                                       \
+    X(OTHER, "other")                                                                          \
+    X(GMM, "grouped_gemm") X(GEMM, "dense_gemm") X(ATTENTION, "attention") X(ROUTER, "router") \
+        X(DISPATCH, "dispatch") X(COMBINE, "combine") X(NORM, "norm") X(SWIGLU, "swiglu")      \
+            X(EMBED, "embedding") X(LOSS, "head_loss") X(OPTIMIZER, "optimizer")
 #define DPL_PHASE_ENUM(id, name) DPL_PHASE_##id,
 typedef enum dpl_phase { DPL_PHASE_MAP(DPL_PHASE_ENUM) DPL_PHASE_N } dpl_phase;
 #undef DPL_PHASE_ENUM
@@ -27,6 +28,7 @@ struct dpl_ctx {
     dpl_pool *pool;
     const dpl_kernels *kernels;
     dpl_cpu_level level;
+    size_t memory_bytes;         // of this machine
     dpl_arena *arena;            // the step's memory; operators take temporary buffers from it too
     size_t scratch_bytes;        // per thread
     uint8_t *scratch;            // n_threads blocks of scratch_bytes, for use inside one task
@@ -86,8 +88,8 @@ void dpl_ctx_loop(dpl_ctx *ctx, dpl_loop loop, const void *args); // inside an o
 void dpl_run_loop(dpl_ctx *ctx, const void *args);
 
 // dpl_ctx_submit with a struct of arguments, and behind it each output as a dpl_span, or {0}.
-#define DPL_SUBMIT(ctx, fn, args, ...)                                                   \
-    dpl_ctx_submit(ctx, fn, &(args), sizeof(args), (const dpl_span[]){__VA_ARGS__},      \
+#define DPL_SUBMIT(ctx, fn, args, ...)                                              \
+    dpl_ctx_submit(ctx, fn, &(args), sizeof(args), (const dpl_span[]){__VA_ARGS__}, \
                    DPL_COUNT(((const dpl_span[]){__VA_ARGS__})))
 
 // As dpl_ctx_loop: fn(arg, first, count, i_chunk, i_thread) on chunks of `grain` rows.

@@ -4,9 +4,17 @@
 
 #define LATENT_EPS 1e-6f // of the latent norms, whatever the model's is, as transformers has it
 
+const char *dpl_act_name(dpl_act_id id)
+{
+#define NAME(id, name, width) name,
+    static const char *const names[] = {DPL_ACT_MAP(NAME)};
+#undef NAME
+    return names[id];
+}
+
 size_t dpl_act_width(const dpl_model_config *c, dpl_act_id id)
 {
-#define WIDTH(name, width) width,
+#define WIDTH(id, name, width) width,
     const size_t widths[] = {DPL_ACT_MAP(WIDTH)};
 #undef WIDTH
     return widths[id];
@@ -82,12 +90,19 @@ void dpl_norm_backward(dpl_model *m, int layer, dpl_param_id id, dpl_mat dy, dpl
 static dpl_moe_shape moe_shape(const dpl_model *m)
 {
     const dpl_model_config *c = &m->config;
-    return (dpl_moe_shape){
-        .d = c->d, .f = c->moe_f, .shared_f = c->moe_f * c->n_shared, .n_local = c->n_experts,
-        .dtype = m->dtype,
-        .rule = {.n_experts = c->n_experts, .top_k = c->top_k, .n_groups = c->n_groups,
-                 .top_groups = c->top_groups, .sigmoid = c->sigmoid, .group_top2 = true,
-                 .norm_topk = c->norm_topk, .scale = (float)c->routed_scale}};
+    return (dpl_moe_shape){.d = c->d,
+                           .f = c->moe_f,
+                           .shared_f = c->moe_f * c->n_shared,
+                           .n_local = c->n_experts,
+                           .dtype = m->dtype,
+                           .rule = {.n_experts = c->n_experts,
+                                    .top_k = c->top_k,
+                                    .n_groups = c->n_groups,
+                                    .top_groups = c->top_groups,
+                                    .sigmoid = c->sigmoid,
+                                    .group_top2 = true,
+                                    .norm_topk = c->norm_topk,
+                                    .scale = (float)c->routed_scale}};
 }
 
 static dpl_weight weight(const dpl_model *m, int layer, dpl_param_id id)
@@ -102,22 +117,22 @@ static float *grad(const dpl_model *m, int layer, dpl_param_id id)
 
 static dpl_moe_weights moe_weights(const dpl_model *m, int layer)
 {
-    return (dpl_moe_weights){
-        .router = weight(m, layer, DPL_P_ROUTER),
-        .bias = m->config.routed_bias ? dpl_model_bias(m, (size_t)layer) : NULL,
-        .gate_up = weight(m, layer, DPL_P_EXPERT_GATE_UP),
-        .down = weight(m, layer, DPL_P_EXPERT_DOWN),
-        .shared_gate_up = weight(m, layer, DPL_P_SHARED_GATE_UP),
-        .shared_down = weight(m, layer, DPL_P_SHARED_DOWN)};
+    return (dpl_moe_weights){.router = weight(m, layer, DPL_P_ROUTER),
+                             .bias = m->config.routed_bias ? dpl_model_bias(m, (size_t)layer)
+                                                           : NULL,
+                             .gate_up = weight(m, layer, DPL_P_EXPERT_GATE_UP),
+                             .down = weight(m, layer, DPL_P_EXPERT_DOWN),
+                             .shared_gate_up = weight(m, layer, DPL_P_SHARED_GATE_UP),
+                             .shared_down = weight(m, layer, DPL_P_SHARED_DOWN)};
 }
 
 static dpl_moe_grads moe_grads(const dpl_model *m, int layer)
 {
-    return (dpl_moe_grads){
-        .router = grad(m, layer, DPL_P_ROUTER), .gate_up = grad(m, layer, DPL_P_EXPERT_GATE_UP),
-        .down = grad(m, layer, DPL_P_EXPERT_DOWN),
-        .shared_gate_up = grad(m, layer, DPL_P_SHARED_GATE_UP),
-        .shared_down = grad(m, layer, DPL_P_SHARED_DOWN)};
+    return (dpl_moe_grads){.router = grad(m, layer, DPL_P_ROUTER),
+                           .gate_up = grad(m, layer, DPL_P_EXPERT_GATE_UP),
+                           .down = grad(m, layer, DPL_P_EXPERT_DOWN),
+                           .shared_gate_up = grad(m, layer, DPL_P_SHARED_GATE_UP),
+                           .shared_down = grad(m, layer, DPL_P_SHARED_DOWN)};
 }
 
 dpl_status dpl_block_forward(dpl_model *m, int layer, const dpl_stream *s, const dpl_aux *aux,

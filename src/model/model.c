@@ -140,8 +140,10 @@ static dpl_status check_batch(const dpl_model *m, const dpl_batch *b, size_t *n_
         last = DPL_MAX(last, (size_t)position);
     }
     if (last >= limit)
-        return dpl_fail(DPL_EINVAL, "a sequence of %zu tokens, expected at most "
-                        "max_position_embeddings = %zu", b->n_seq, limit);
+        return dpl_fail(DPL_EINVAL,
+                        "a sequence of %zu tokens, expected at most "
+                        "max_position_embeddings = %zu",
+                        b->n_seq, limit);
     *n_positions_out = last + 1;
     return DPL_OK;
 }
@@ -505,8 +507,8 @@ static dpl_status run_pass(pass *p, dpl_loss_sums *sums)
         dpl_sum_squares(m->ctx, p->logits_out, T * m->config.vocab, &p->sums[2]);
     }
     if (p->batch->targets)
-        head_loss(m, p->final, p->batch->targets, T, (float)p->rule->z_weight,
-                  (float)p->xent_scale, p->sums, p->dfinal, token_loss);
+        head_loss(m, p->final, p->batch->targets, T, (float)p->rule->z_weight, (float)p->xent_scale,
+                  p->sums, p->dfinal, token_loss);
     if (p->train) probe_loss(m, "logits", "token_loss", s, p->final, token_loss);
     for (size_t depth = 1; depth <= p->n_mtp; depth++)
         DPL_TRY(mtp_forward(p, depth, sums));
@@ -521,9 +523,58 @@ static dpl_aux aux_of(const dpl_model *m, const dpl_loss_rule *rule, double dsca
     const double n_moe = c->n_experts ? (double)(c->n_layers - c->n_dense + c->n_mtp) : 1;
     // Megatron's balance loss is a sum over layers, the others are means.
     const double balance = rule->balance == DPL_BALANCE_MEGATRON ? 1 : n_moe;
-    return (dpl_aux){.kind = rule->balance, .dscale = (float)dscale, .n_batch = b->n_batch,
-                     .n_seq = b->n_seq, .balance_weight = (float)(rule->balance_weight / balance),
+    return (dpl_aux){.kind = rule->balance,
+                     .dscale = (float)dscale,
+                     .n_batch = b->n_batch,
+                     .n_seq = b->n_seq,
+                     .balance_weight = (float)(rule->balance_weight / balance),
                      .z_weight = (float)(rule->router_z_weight / n_moe)};
+}
+
+// What a pass takes from the step arena, rounded up: what is kept for backward (in evaluation one
+// layer at a time), the gradients of one layer, one block of logits. largest_out names what takes most.
+static double pass_bytes(const dpl_model *m, double n_tokens, bool train, const char **largest_out)
+{
+    const dpl_model_config *c = &m->config;
+    const double item = (double)dpl_dtype_bytes(m->dtype), K = (double)c->top_k;
+    const double F = (double)dpl_gate_up_width(c->moe_f), layers = (double)(c->n_layers + c->n_mtp);
+    const double n_moe = c->n_experts ? layers - (double)c->n_dense : 0;
+    // Rows in expert order, gate and up, SwiGLU's output; the shared expert's two; the router's.
+    const double moe = item * (K * ((double)c->d + 1.5 * F) + 1.5 * F * (double)c->n_shared) +
+                       8 * (double)c->n_experts + 16 * K;
+    double attention = 4 * (double)c->n_heads + 16, dense = 0, most = moe * n_moe;
+    *largest_out = "moe_mlpwi";
+    for (int id = 0; id < DPL_ACT_N; id++) {
+        const bool of_dense = id == DPL_ACT_MLPWI || id == DPL_ACT_MLP_HIDDEN;
+        const bool residual = id == DPL_ACT_INPUT || id == DPL_ACT_MLP_INPUT;
+        const double bytes = (residual ? 4 : item) * (double)dpl_act_width(c, (dpl_act_id)id);
+        const double all = bytes * (of_dense ? (double)c->n_dense : layers);
+        *(of_dense ? &dense : &attention) += bytes;
+        if (all <= most) continue;
+        most = all;
+        *largest_out = dpl_act_name((dpl_act_id)id);
+    }
+    const double one = attention + DPL_MAX(n_moe > 0 ? moe : 0, dense);
+    const double kept = train ? layers * attention + n_moe * moe + (double)c->n_dense * dense : one;
+    const double temporary = (train ? 2 * one * 4 / item : one) +
+                             24 * (double)c->d * (1 + (double)c->n_mtp);
+    const double logits = 4 * DPL_MAX((double)LOGITS_BLOCK, 64 * (double)c->vocab);
+    return n_tokens * (kept + temporary) + logits;
+}
+
+static dpl_status check_memory(const pass *p)
+{
+    const char *largest;
+    const double rows = (double)p->batch->n_batch, cols = (double)p->batch->n_seq;
+    const double bytes = pass_bytes(p->m, rows * cols, p->train, &largest);
+    const double most = (double)DPL_MIN(p->m->ctx->memory_bytes,
+                                        dpl_arena_free_bytes(p->m->ctx->arena));
+    if (bytes <= most) return DPL_OK;
+    return dpl_fail(
+        DPL_ENOMEM,
+        "a pass over %.0f x %.0f tokens needs about %.3g GB, there are %.3g GB; most goes "
+        "to %s: use a smaller per_device_batch_size or max_target_length",
+        rows, cols, 1e-9 * bytes, 1e-9 * most, largest);
 }
 
 static dpl_status run_batch(pass *p, dpl_loss_sums *sums_out)
@@ -531,6 +582,7 @@ static dpl_status run_batch(pass *p, dpl_loss_sums *sums_out)
     dpl_model *m = p->m;
     size_t n_positions = 0;
     DPL_TRY(check_batch(m, p->batch, &n_positions));
+    DPL_TRY(check_memory(p));
     DPL_TRY(dpl_model_rope_tables(m, n_positions));
     const size_t mark = dpl_ctx_mark(m->ctx);
     p->layers.stream = stream_of(m, p->batch);
@@ -549,8 +601,13 @@ dpl_status dpl_model_train_micro(dpl_model *m, const dpl_batch *batch, const dpl
 {
     if (!batch->targets) return dpl_fail(DPL_EINVAL, "a training batch needs targets");
     if (!m->params.grad) return dpl_fail(DPL_EINVAL, "dpl_model_begin_training() was not called");
-    pass p = {.m = m, .batch = batch, .rule = rule, .train = true, .xent_scale = xent_scale,
-              .mtp_scale = mtp_scale, .aux = aux_of(m, rule, aux_scale, batch)};
+    pass p = {.m = m,
+              .batch = batch,
+              .rule = rule,
+              .train = true,
+              .xent_scale = xent_scale,
+              .mtp_scale = mtp_scale,
+              .aux = aux_of(m, rule, aux_scale, batch)};
     return run_batch(&p, sums_out);
 }
 
