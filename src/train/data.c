@@ -257,8 +257,8 @@ static dpl_status open_streams(dpl_data *data, size_t vocab) {
     DPL_TRY(open_set(o, data->source, 0, n_train, &data->train));
     if (data->train.n_samples > 0) return DPL_OK;
     return dpl_fail(DPL_EINVAL,
-                    "%s: %llu tokens are left for training, in documents of one; expected "
-                    "two at least",
+                    "%s: no token to predict: %llu tokens are there, in documents of "
+                    "one; expected two at least",
                     o->dataset_path, (unsigned long long)n_train);
 }
 
