@@ -1,8 +1,7 @@
 // checkpoint.c - a run's state as a directory: model, optimizer, trainer, a manifest of checksums.
 //
 // A checkpoint is staged under another name and renamed when everything in it is on the disk: what
-// has a step for its name is whole. The manifest's checksums are of blocks, so that damage is
-// reported with its place.
+// has a step for its name is whole. Checksums are of blocks, so damage is reported with its place.
 #include <dirent.h>
 #include <errno.h>
 #include <stdio.h>
@@ -60,8 +59,7 @@ static dpl_status remove_name(const char *dir, const char *name) {
 static dpl_status remove_all_but(int64_t n_keep, const char *dir, name_filter filter) {
     struct dirent **list;
     int n;
-    DPL_TRY(list_names(dir, filter, &list, &n));
-    dpl_status status = DPL_OK;
+    dpl_status status = list_names(dir, filter, &list, &n);
     for (int i = 0; i < n - n_keep && status == DPL_OK; i++)
         status = remove_name(dir, list[i]->d_name);
     free_names(list, n);

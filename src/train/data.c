@@ -1,9 +1,9 @@
 // data.c - batches: windows of a token stream in a shuffled order, or one fixed batch.
 //
-// A window holds S tokens and the token that follows each; windows do not overlap, so every token
-// is predicted once in an epoch. The order of an epoch is a keyed permutation that is computed, not
-// stored: a position is all that a checkpoint needs to go on. The last part of the tokens is kept
-// for evaluation unless it has data of its own.
+// A window holds S tokens and the one that follows each; windows do not overlap, so every token is
+// predicted once in an epoch. The order of an epoch is a keyed permutation that is computed, not
+// stored: a position is all that a checkpoint needs. The last part of the tokens is for evaluation
+// unless that has data of its own.
 #include "train/train.h"
 
 typedef struct span {    // tokens that windows do not reach across
@@ -257,8 +257,7 @@ static dpl_status open_streams(dpl_data *data, size_t vocab) {
     DPL_TRY(open_set(o, data->source, 0, n_train, &data->train));
     if (data->train.n_samples > 0) return DPL_OK;
     return dpl_fail(DPL_EINVAL,
-                    "%s: no token to predict: %llu tokens are there, in documents of "
-                    "one; expected two at least",
+                    "%s: %llu tokens for training, in documents of one; expected two at least",
                     o->dataset_path, (unsigned long long)n_train);
 }
 

@@ -75,12 +75,12 @@ static dpl_status write_head(run *r) {
     const dpl_trainer *t = r->t;
     const dpl_model_config *c = &t->model->config;
     const size_t B = (size_t)t->o->per_device_batch_size;
-    const double attention = (double)t->o->gradient_accumulation_steps *
-                             dpl_model_attention_flops(c, B, t->batch.n_seq);
-    const double share = t->step_flops > 0 ? 100 * attention / t->step_flops : 0;
+    const double n_micros = (double)t->o->gradient_accumulation_steps, all = t->step_flops;
+    const double attention = n_micros * dpl_model_attention_flops(c, B, t->batch.n_seq);
+    const double share = all > 0 ? 100 * attention / all : 0;
     const double mb = 1e-6 * (double)t->model->params.elems;
     DPL_TRY(say(r, "Per train step:"));
-    DPL_TRY(say(r, " Total TFLOPs: %.2f", t->step_flops * 1e-12));
+    DPL_TRY(say(r, " Total TFLOPs: %.2f", all * 1e-12));
     DPL_TRY(say(r, " split as %.2f%% learnable weight flops and %.2f%% attention flops",
                 100 - share, share));
     DPL_TRY(say(r, "number parameters: %.3f billion, active: %.3f billion",

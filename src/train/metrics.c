@@ -57,16 +57,15 @@ static void put(json_t *row, const char *key, double value) {
 json_t *dpl_metrics_row(const dpl_trainer *t, const dpl_step_metrics *m) {
     json_t *row = json_pack("{s:I}", "step", m->step);
     char key[64];
-#define FIELDS(X)                                                                                \
-    X(loss)                                                                                      \
-    X(lm_loss)                                                                                   \
-    X(perplexity)                                                                                \
-    X(z_loss) X(mtp_loss) X(moe_lb_loss) X(router_z_loss) X(total_weights) X(learning_rate)      \
-        X(raw_grad_norm) X(grad_norm) X(seconds) X(tflops_per_device) X(tokens_per_s_per_device) \
-            X(mfu) X(gmm_ms) X(dispatch_ms) X(combine_ms) X(load_max_over_mean)
+// clang-format off
+#define FIELDS(X) \
+    X(loss) X(lm_loss) X(perplexity) X(z_loss) X(mtp_loss) X(moe_lb_loss) X(router_z_loss) \
+    X(total_weights) X(learning_rate) X(raw_grad_norm) X(grad_norm) X(seconds) X(mfu) X(gmm_ms) \
+    X(tflops_per_device) X(tokens_per_s_per_device) X(dispatch_ms) X(combine_ms) \
+    X(load_max_over_mean)
+// clang-format on
 #define PUT(name) put(row, #name, m->name);
     FIELDS(PUT)
-#undef PUT
     for (int i = 0; i < DPL_PHASE_N && t->o->step_profile; i++) {
         snprintf(key, sizeof key, "phase_%s_ms", dpl_phase_name((dpl_phase)i));
         put(row, key, 1e3 * t->ctx->phase_s[i]);

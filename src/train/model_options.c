@@ -1,8 +1,7 @@
 // model_options.c - from keys to the model: sizes, rules, and what a model directory says of them.
 //
 // Routing follows the keys, never the model's name. A model from a directory has its config.json's
-// sizes: a key that was given must agree with them, the others take its values, so that config.yml
-// describes what was trained.
+// sizes: a key that was given must agree, the others take its values, for config.yml to be true.
 #include <math.h>
 #include <stddef.h>
 #include <stdio.h>
@@ -126,17 +125,17 @@ dpl_status dpl_config_adopt(dpl_config *config, const char *dir, dpl_model_confi
 }
 
 void dpl_options_init(const dpl_options *o, dpl_model *model) {
-    const dpl_init_rule rule = dpl_is(o->weight_init, "maxtext")  ? DPL_INIT_MAXTEXT
-                               : dpl_is(o->weight_init, "normal") ? DPL_INIT_NORMAL
-                                                                  : DPL_INIT_FAN_IN;
+    dpl_init_rule rule = DPL_INIT_FAN_IN;
+    if (dpl_is(o->weight_init, "maxtext")) rule = DPL_INIT_MAXTEXT;
+    if (dpl_is(o->weight_init, "normal")) rule = DPL_INIT_NORMAL;
     dpl_model_init(model, rule, o->init_std, (uint64_t)o->init_weights_seed);
     dpl_model_refresh(model);
 }
 
 dpl_loss_rule dpl_options_loss(const dpl_options *o) {
-    const dpl_balance_kind kind = o->moe_use_megatron_seq_aux_loss         ? DPL_BALANCE_MEGATRON
-                                  : dpl_is(o->load_balance_scope, "batch") ? DPL_BALANCE_BATCH
-                                                                           : DPL_BALANCE_SEQUENCE;
+    dpl_balance_kind kind = DPL_BALANCE_SEQUENCE;
+    if (dpl_is(o->load_balance_scope, "batch")) kind = DPL_BALANCE_BATCH;
+    if (o->moe_use_megatron_seq_aux_loss) kind = DPL_BALANCE_MEGATRON;
     return (dpl_loss_rule){o->z_loss_multiplier, o->mtp_loss_scaling_factor, kind,
                            o->load_balance_loss_weight, o->router_z_loss_weight};
 }

@@ -52,12 +52,12 @@ static dpl_status mark_matches(const char *key, const char *expression, const dp
                 names[regexec(&regex, t->name, 0, NULL, 0) != 0] = t->name;
         }
         const bool by_path = regexec(&regex, maxtext_paths[param->id], 0, NULL, 0) == 0;
+        marks[i] |= by_path || names[0];
         if (!by_path && names[0] && names[1])
             status = dpl_fail(DPL_EINVAL,
-                              "%s: '%s' selects %s but not %s, which are one tensor "
-                              "here; select both",
+                              "%s: '%s' selects %s but not %s; both are one tensor here, "
+                              "select both",
                               key, expression, names[0], names[1]);
-        marks[i] |= by_path || names[0];
     }
     regfree(&regex);
     return status;
@@ -100,16 +100,15 @@ dpl_status dpl_optimizer_open(const dpl_options *o, dpl_model *model,
     opt->o = o;
     const size_t n = model->params.n, elems = model->params.elems;
     const bool adam = !dpl_is(o->opt_type, "sgd");
-    opt->trains = dpl_alloc_array(n, sizeof *opt->trains);
-    opt->decays = dpl_alloc_array(n, sizeof *opt->decays);
+    opt->trains = dpl_alloc_array(n, 2 * sizeof *opt->trains);
+    if (opt->trains) opt->decays = opt->trains + n;
     opt->squares = dpl_alloc_array(n, sizeof *opt->squares);
     if (adam) opt->m = dpl_alloc_array(elems, sizeof *opt->m);
     if (adam) opt->v = dpl_alloc_array(elems, sizeof *opt->v);
-    const bool whole = opt->trains && opt->decays && opt->squares && (!adam || (opt->m && opt->v));
-    const dpl_status status = whole
-                                  ? fill_masks(o, opt)
-                                  : dpl_fail(DPL_ENOMEM, "no memory for %.3f GB of optimizer state",
-                                             8e-9 * (double)elems);
+    dpl_status status = DPL_OK;
+    if (!opt->trains || !opt->squares || (adam && (!opt->m || !opt->v)))
+        status = dpl_fail(DPL_ENOMEM, "no memory for %zu moments of the optimizer", 2 * elems);
+    if (status == DPL_OK) status = fill_masks(o, opt);
     if (status != DPL_OK) dpl_optimizer_close(&opt);
     if (status == DPL_OK) *optimizer_out = opt;
     return status;
@@ -120,7 +119,6 @@ void dpl_optimizer_close(dpl_optimizer **optimizer) {
     dpl_free((*optimizer)->m);
     dpl_free((*optimizer)->v);
     dpl_free((*optimizer)->trains);
-    dpl_free((*optimizer)->decays);
     dpl_free((*optimizer)->squares);
     dpl_free(*optimizer);
     *optimizer = NULL;
@@ -139,16 +137,15 @@ static dpl_status name_bad_gradient(const dpl_model *model, const dpl_param *par
 }
 
 dpl_status dpl_optimizer_norm(dpl_optimizer *opt, double *norm_out) {
-    dpl_model *model = opt->model;
-    for (size_t i = 0; i < model->params.n; i++) {
-        const dpl_param *param = &model->params.list[i];
-        opt->squares[i] = 0;
+    const dpl_model *model = opt->model;
+    const dpl_param *param = model->params.list;
+    double sum = 0;
+    memset(opt->squares, 0, model->params.n * sizeof *opt->squares);
+    for (size_t i = 0; i < model->params.n; i++, param++)
         if (opt->trains[i])
             dpl_sum_squares(model->ctx, dpl_model_grad(model, param), param->elems,
                             &opt->squares[i]);
-    }
     dpl_ctx_wait(model->ctx);
-    double sum = 0;
     for (size_t i = 0; i < model->params.n; i++) {
         if (!isfinite(opt->squares[i])) return name_bad_gradient(model, &model->params.list[i]);
         sum += opt->squares[i];

@@ -1,8 +1,7 @@
 // options.c - the configuration: one table of keys gives parsing, help, config.yml, checkpoints.
 //
-// Every MaxText key has one of three fates: supported (DPL_OPTION_MAP), ignored with a notice as it
-// cannot change the result here, or fixed: accepted with the value that describes what this program
-// does, refused with any other.
+// Every MaxText key is supported (DPL_OPTION_MAP), ignored with a notice as it cannot change the
+// result here, or fixed: accepted with the value of what this program does, refused with another.
 #include <math.h>
 #include <stddef.h>
 #include <stdio.h>
@@ -269,13 +268,11 @@ dpl_status dpl_config_option(size_t i, dpl_option_info *info_out) {
         return dpl_fail(DPL_EINVAL, "option %zu, expected less than %d and an info_out", i,
                         DPL_OPT_N);
     const option *opt = &options[i];
-    *info_out = (dpl_option_info){opt->key, "text", opt->missing, opt->range, opt->help};
-    if (opt->kind == 'I') info_out->type = "integer";
-    if (opt->kind == 'F') info_out->type = "number";
-    if (opt->kind == 'B') info_out->type = "true|false";
-    if (opt->kind != 'C') return DPL_OK;
-    info_out->type = opt->range;
-    info_out->range = "";
+    static const char kinds[] = "IFBT", *const types[] = {"integer", "number", "true|false",
+                                                          "text"};
+    const char *kind = strchr(kinds, opt->kind); // NULL: a choice
+    *info_out = (dpl_option_info){opt->key, kind ? types[kind - kinds] : opt->range, opt->missing,
+                                  kind ? opt->range : "", opt->help};
     return DPL_OK;
 }
 

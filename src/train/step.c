@@ -65,9 +65,9 @@ static double load_max_over_mean(const dpl_model *model) {
     double worst = 0;
     for (size_t at = 0; at < count_elems(model); at += E) {
         int64_t most = 0, all = 0;
-        for (size_t e = 0; e < E; e++) {
-            most = DPL_MAX(most, model->counts[at + e]);
-            all += model->counts[at + e];
+        for (const int64_t *n = model->counts + at; n < model->counts + at + E; n++) {
+            most = DPL_MAX(most, *n);
+            all += *n;
         }
         if (all > 0) worst = DPL_MAX(worst, (double)most * (double)E / (double)all);
     }

@@ -1,5 +1,4 @@
-// trainer.c - opening a run: options are resolved, the model is made, loaded or resumed, then data
-// and optimizer are set up.
+// trainer.c - opening a run: options, model, data, optimizer.
 //
 // Three places can give the weights. A checkpoint of the run itself comes first, so that the same
 // command goes on where it was interrupted; then load_full_state_path or load_parameters_path; else
@@ -14,8 +13,7 @@
 
 typedef struct origin {
     char dir[PATH_MAX]; // "": initial values
-    bool full;          // a checkpoint with everything, else weights only
-    bool own;           // of this run
+    bool full, own;     // a checkpoint with everything, else weights only; of this run
 } origin;
 
 static dpl_status resolve_run(dpl_trainer *t) {
@@ -81,11 +79,9 @@ static dpl_status open_batches(dpl_trainer *t) {
     DPL_TRY(dpl_data_open(t->o, n_rows, t->model->config.vocab, &t->data));
     if (t->o->eval_interval > 0 && dpl_data_samples(t->data, true) == 0)
         return dpl_fail(DPL_EINVAL,
-                        "eval_interval=%lld needs evaluation data, see eval_dataset_path "
-                        "and eval_split_fraction",
-                        (long long)t->o->eval_interval);
-    t->step_flops = (double)t->o->gradient_accumulation_steps *
-                    dpl_model_flops(&t->model->config, B, S);
+                        "eval_interval needs evaluation data: eval_dataset_path is empty, "
+                        "eval_split_fraction is 0 or its part too short");
+    t->step_flops = (double)(n_rows / B) * dpl_model_flops(&t->model->config, B, S);
     return DPL_OK;
 }
 
