@@ -256,9 +256,10 @@ static dpl_status open_streams(dpl_data *data, size_t vocab) {
     }
     DPL_TRY(open_set(o, data->source, 0, n_train, &data->train));
     if (data->train.n_samples > 0) return DPL_OK;
-    return dpl_fail(DPL_EINVAL,
-                    "%s: %llu tokens for training, in documents of one; expected two at least",
-                    o->dataset_path, (unsigned long long)n_train);
+    return dpl_fail(
+        DPL_EINVAL,
+        "%s: no token to predict: %llu tokens, in documents of one; expected two at least",
+        o->dataset_path, (unsigned long long)n_train);
 }
 
 dpl_status dpl_data_open(const dpl_options *o, size_t n_batch, size_t vocab, dpl_data **data_out) {
