@@ -86,10 +86,8 @@ typedef struct dpl_ctx dpl_ctx;
 DPL_API dpl_status dpl_ctx_open(int n_threads, dpl_ctx **ctx_out);
 DPL_API void dpl_ctx_close(dpl_ctx **ctx);
 
-/** Threads of this context, the caller included. 0 for NULL. */
+/** Threads, the caller included, 0 for NULL; CPU level: "ref", "avx2" or "avx512", "" for NULL. */
 DPL_API int dpl_ctx_threads(const dpl_ctx *ctx);
-
-/** The CPU level whose kernels are in use: "ref", "avx2" or "avx512". "" for NULL. */
 DPL_API const char *dpl_ctx_cpu_level(const dpl_ctx *ctx);
 
 /* ---- 3 operators of one layer -------------------------------------------------------------- */
@@ -109,10 +107,9 @@ typedef struct dpl_gemm_grouped {
     bool packed;            /* w comes from dpl_gemm_pack(); else it is row-major fp32 */
 } dpl_gemm_grouped;
 
-/** Bytes of workspace for each function below: one group's weight. 0 if the sizes are invalid. */
+/** Bytes of workspace for each function below (one group's weight), and of all weights as
+ * dpl_gemm_pack() writes them. 0 if the sizes are invalid. */
 DPL_API size_t dpl_gemm_workspace_bytes(const dpl_gemm_grouped *g);
-
-/** Bytes of all weights as dpl_gemm_pack() writes them. 0 if the sizes are invalid. */
 DPL_API size_t dpl_gemm_packed_bytes(const dpl_gemm_grouped *g);
 
 /** Pack weights once, for many products. Uses n_groups, n, k and weights of g.
@@ -495,13 +492,10 @@ typedef struct dpl_trainer_events {
  * Collective: all ranks. Deterministic: yes. Cost: memory of the model, gradients and optimizer. */
 DPL_API dpl_status dpl_trainer_open(dpl_ctx *ctx, const dpl_config *config,
                                     dpl_trainer **trainer_out);
-/** Writes nothing. */
-DPL_API void dpl_trainer_close(dpl_trainer **trainer);
+DPL_API void dpl_trainer_close(dpl_trainer **trainer); /* writes nothing */
 
-/** The step that comes next: how many have been made. 0 for NULL. */
+/** How many steps have been made, 0 for NULL; the run directory until it is closed, "" for NULL. */
 DPL_API int64_t dpl_trainer_next_step(const dpl_trainer *trainer);
-
-/** The run directory. "" for NULL. Valid until the trainer is closed. */
 DPL_API const char *dpl_trainer_run_dir(const dpl_trainer *trainer);
 
 /** One optimizer step: batch, forward, backward, update. Writes no file. DPL_ENUMERIC a loss or

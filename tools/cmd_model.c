@@ -141,10 +141,7 @@ static int answer(cli_args *args, const prompt *p, size_t n_tokens, dpl_generato
     const bool as_ids = args->option[PROMPT_IDS] != NULL;
     if (dpl_model_get_info(args->model, &info) != DPL_OK) return cli_fail();
     if (!as_ids && info.vocab > 256) {
-        fprintf(stderr,
-                "dropless: the model has %zu tokens, not bytes, and tokenizers are not "
-                "supported: use --prompt-ids\n",
-                info.vocab);
+        fprintf(stderr, "dropless: no tokenizer for %zu tokens: use --prompt-ids\n", info.vocab);
         return CLI_FAILURE;
     }
     const size_t room = info.positions_max > p->n ? info.positions_max - p->n : 0;

@@ -87,13 +87,10 @@ const cli_command cli_train = {
     "train",
     "CONFIG [key=value ...]",
     "train a model, or go on with a run that was stopped",
-    "CONFIG is a YAML file of keys; key=value overrides it. The run directory\n"
-    "base_output_directory/run_name/ gets config.yml, log.txt, metrics.jsonl and "
-    "checkpoints/STEP/.\n"
-    "If it has a checkpoint already, training goes on after the newest one.\n"
-    "Ctrl-C or SIGTERM finishes the step, writes a checkpoint and exits with 0; a second one "
-    "exits\n"
-    "at once.",
+    "CONFIG is a YAML file of keys; key=value overrides it. config.yml, log.txt, metrics.jsonl\n"
+    "and checkpoints/STEP/ are written to base_output_directory/run_name/. If it has a\n"
+    "checkpoint already, training goes on after the newest one. Ctrl-C or SIGTERM finishes the\n"
+    "step, writes a checkpoint and exits with 0; a second one exits at once.",
     train,
     1,
     {{NULL, NULL, NULL}},

@@ -67,26 +67,16 @@ void dpl_api_describe(const dpl_model_config *c, dpl_dtype dtype, dpl_model_info
     // An MTP layer is an MoE layer, two norms before its projection (D, 2D), and the norm after it.
     dpl_model_config more = *c;
     more.n_layers++;
-    const uint64_t n_params = dpl_model_param_count(c);
-    const uint64_t mtp = dpl_model_param_count(&more) - n_params + 2 * c->d * c->d + 3 * c->d;
-    *info = (dpl_model_info){sizeof *info,
-                             "deepseek_v3",
-                             dpl_api_dtype_name(dtype),
-                             c->vocab,
-                             c->d,
-                             c->n_heads,
-                             c->n_layers,
-                             c->n_dense,
-                             c->n_mtp,
-                             c->n_experts,
-                             c->top_k,
-                             c->n_shared,
-                             c->max_positions,
-                             n_params,
-                             dpl_model_active_param_count(c),
-                             c->n_mtp * mtp,
-                             dpl_model_flops(c, 1, c->max_positions) / (double)c->max_positions,
-                             c->n_layers * (c->kv_lora + c->d_rope) * sizeof(float)};
+    const uint64_t all = dpl_model_param_count(c), active = dpl_model_active_param_count(c);
+    const uint64_t mtp = dpl_model_param_count(&more) - all + 2 * c->d * c->d + 3 * c->d;
+    const size_t most = c->max_positions, cache = c->n_layers * (c->kv_lora + c->d_rope);
+    // clang-format off
+    *info = (dpl_model_info){sizeof *info, "deepseek_v3", dpl_api_dtype_name(dtype),
+                             c->vocab, c->d, c->n_heads, c->n_layers, c->n_dense, c->n_mtp,
+                             c->n_experts, c->top_k, c->n_shared, most, all, active,
+                             c->n_mtp * mtp, dpl_model_flops(c, 1, most) / (double)most,
+                             cache * sizeof(float)};
+    // clang-format on
 }
 
 dpl_status dpl_model_get_info(const dpl_model *model, dpl_model_info *info) {

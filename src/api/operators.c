@@ -136,14 +136,6 @@ dpl_status dpl_gemm_pack(dpl_ctx *ctx, const dpl_gemm_grouped *g, const float *w
 
 typedef enum product { FORWARD, DGRAD, WGRAD } product;
 
-static void multiply(dpl_ctx *ctx, product which, dpl_mat x, const dpl_weight *w, dpl_groups groups,
-                     dpl_mat y) {
-    if (which == FORWARD)
-        dpl_gemm_forward(ctx, x, w, groups, y);
-    else
-        dpl_gemm_dgrad(ctx, y, w, groups, x, false);
-}
-
 // y from x and w, dx (in place of x) from dy (of y) and w, or dw (of w) += from x and dy.
 static dpl_status run(dpl_ctx *ctx, const dpl_gemm_grouped *g, product which, const void *x_p,
                       void *w, void *ws, size_t ws_bytes, const void *y_p) {
@@ -154,29 +146,27 @@ static dpl_status run(dpl_ctx *ctx, const dpl_gemm_grouped *g, product which, co
     DPL_CHECK(w && (!packed || (uintptr_t)w % DPL_ALIGN == 0),
               "weights (where packed, aligned to 64 bytes) are needed");
     if (!packed) DPL_TRY(dpl_check_workspace(ws, ws_bytes, dpl_gemm_workspace_bytes(g)));
-    if (packed) {
-        const dpl_weight weight = {w, g->weights, g->n_groups, g->n, g->k};
-        multiply(ctx, which, x, &weight, (dpl_groups){g->n_groups, g->n_rows, g->offsets}, y);
-    }
-    for (size_t i = 0; i < g->n_groups && !packed; i++) {
+    for (size_t i = 0; i < (packed ? 1 : g->n_groups); i++) { // packed: all groups at once
         const size_t row = (size_t)g->offsets[i], n_rows = (size_t)g->offsets[i + 1] - row;
-        if (n_rows == 0) continue;
+        if (n_rows == 0 && !packed) continue;
+        const dpl_groups all = {g->n_groups, g->n_rows, g->offsets}, one = dpl_one_group(n_rows),
+                         groups = packed ? all : one;
         const dpl_mat x_i = dpl_mat_at(x, row, 0), y_i = dpl_mat_at(y, row, 0);
-        const dpl_groups one = dpl_one_group(n_rows);
-        float *w_i = (float *)w + i * g->n * g->k;
+        float *rows = (float *)w + i * g->n * g->k, *panels = packed ? w : ws;
+        if (!packed && which != WGRAD) {
+            if (g->weights == DPL_BF16) panels += dpl_panel_elems(g->n, g->k);
+            dpl_pack_rows(ctx, rows, g->n, g->k, g->weights, ws, panels);
+        }
+        const dpl_weight weight = {panels, g->weights, packed ? g->n_groups : 1, g->n, g->k};
+        if (which == FORWARD) dpl_gemm_forward(ctx, x_i, &weight, groups, y_i);
+        if (which == DGRAD) dpl_gemm_dgrad(ctx, y_i, &weight, groups, x_i, false);
         if (which == WGRAD) {
-            dpl_panel_pack(ctx, w_i, 1, g->n, g->k, ws);
-            dpl_gemm_wgrad(ctx, y_i, x_i, one, g->n, g->k, g->weights, ws);
-            dpl_panel_unpack(ctx, ws, 1, g->n, g->k, w_i);
-        } else {
-            void *panels = g->weights == DPL_F32 ? ws : (float *)ws + dpl_panel_elems(g->n, g->k);
-            const dpl_weight weight = {panels, g->weights, 1, g->n, g->k};
-            dpl_pack_rows(ctx, w_i, g->n, g->k, g->weights, ws, panels);
-            multiply(ctx, which, x_i, &weight, one, y_i);
+            dpl_panel_pack(ctx, rows, 1, g->n, g->k, ws);
+            dpl_gemm_wgrad(ctx, y_i, x_i, groups, g->n, g->k, g->weights, ws);
+            dpl_panel_unpack(ctx, ws, 1, g->n, g->k, rows);
         }
         dpl_ctx_wait(ctx); // The workspace is used again.
     }
-    dpl_ctx_wait(ctx);
     return DPL_OK;
 }
 

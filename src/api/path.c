@@ -20,10 +20,7 @@ dpl_status dpl_api_resolve(const char *path, char *dir_out) {
     // The argument is in order; what should be there is missing.
     if (status != DPL_OK) return status == DPL_EINVAL ? DPL_EIO : status;
     if (!has_file(dir, "config.json"))
-        return dpl_fail(DPL_EIO,
-                        "%s is no model: expected a folder with config.json, or a run "
-                        "with checkpoints",
-                        path);
+        return dpl_fail(DPL_EIO, "%s is no model: expected config.json or checkpoints in it", path);
     memcpy(dir_out, dir, sizeof dir);
     return DPL_OK;
 }
