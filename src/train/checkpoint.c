@@ -174,10 +174,8 @@ dpl_status dpl_checkpoint_newest(const char *run_dir, bool clean, char *dir_out)
     if (first == DPL_OK) memcpy(dir_out, path, sizeof path);
     if (first == DPL_OK) return DPL_OK;
     if (status != DPL_OK) return dpl_fail(first, "%s; there is no earlier good checkpoint", why);
-    return dpl_fail(first,
-                    "%s; the newest good checkpoint is %s: move the damaged one away to go "
-                    "on from it",
-                    why, path);
+    return dpl_fail(first, "%s; the newest good checkpoint is %s: move the damaged one away", why,
+                    path);
 }
 
 dpl_status dpl_checkpoint_resolve(const char *path, char *dir_out) {
@@ -233,9 +231,8 @@ static dpl_status apply_state(dpl_trainer *t, json_t *state, const char *path) {
         return dpl_fail(DPL_EINVAL, "%s: the optimizer was %s, the configuration has opt_type=%s",
                         path, opt_type, t->o->opt_type);
     if (samples != (json_int_t)dpl_data_samples(t->data, false))
-        dpl_log("warning: the training data has %llu samples, it had %lld when the checkpoint was "
-                "written",
-                (unsigned long long)dpl_data_samples(t->data, false), (long long)samples);
+        dpl_log("warning: the training data has %llu samples, it had %lld when %s was written",
+                (unsigned long long)dpl_data_samples(t->data, false), (long long)samples, path);
     if (!dpl_is(level, own_level))
         dpl_log("notice: %s was written at CPU level %s, this is %s: results go on within rounding",
                 path, level, own_level);

@@ -175,12 +175,9 @@ static dpl_status find_plane(const dpl_st_file *file, const char *name, size_t n
     if (!t || (t->rank == 2 && (size_t)t->shape[1] == n_seq && t->shape[0] > 0 &&
                (n_batch == 0 || (size_t)t->shape[0] == n_batch)))
         return DPL_OK;
-    return dpl_fail(
-        DPL_EINVAL,
-        "%s: tensor \"%s\" has %d dimensions, the last of %lld, expected (%zu, %zu): the "
-        "global batch by max_target_length",
-        dpl_st_path(file), name, t->rank, (long long)t->shape[t->rank > 0 ? t->rank - 1 : 0],
-        n_batch, n_seq);
+    return dpl_fail(DPL_EINVAL, "%s: %s has %d dimensions, the last of %lld, expected (%zu, %zu)",
+                    dpl_st_path(file), name, t->rank,
+                    (long long)t->shape[t->rank > 0 ? t->rank - 1 : 0], n_batch, n_seq);
 }
 
 // Reads integers low .. high; a tensor that is missing leaves `values` alone, where it may.
@@ -193,8 +190,7 @@ static dpl_status read_plane(const dpl_st_file *file, const char *name, int32_t 
         const dpl_status status = dpl_st_read_i64(t, i, 1, &value);
         if (status != DPL_OK) return dpl_fail_in(status, "%s", dpl_st_path(file));
         if (value < low || value > high)
-            return dpl_fail(DPL_EFORMAT,
-                            "%s: tensor \"%s\" has %lld at element %zu, expected %d to %d",
+            return dpl_fail(DPL_EFORMAT, "%s: %s has %lld at element %zu, expected %d to %d",
                             dpl_st_path(file), name, (long long)value, i, low, high);
         values[i] = (int32_t)value;
     }
@@ -256,10 +252,8 @@ static dpl_status open_streams(dpl_data *data, size_t vocab) {
     }
     DPL_TRY(open_set(o, data->source, 0, n_train, &data->train));
     if (data->train.n_samples > 0) return DPL_OK;
-    return dpl_fail(
-        DPL_EINVAL,
-        "%s: no token to predict: %llu tokens, in documents of one; expected two at least",
-        o->dataset_path, (unsigned long long)n_train);
+    return dpl_fail(DPL_EINVAL, "%s: no token to predict: %llu tokens, expected two at least",
+                    o->dataset_path, (unsigned long long)n_train);
 }
 
 dpl_status dpl_data_open(const dpl_options *o, size_t n_batch, size_t vocab, dpl_data **data_out) {

@@ -167,9 +167,8 @@ dpl_status dpl_options_check(const dpl_options *o) {
 
 void dpl_options_warn(const dpl_options *o, const dpl_model_config *c) {
     if (c->n_experts > 0 && c->top_k == 1 && c->norm_topk)
-        dpl_log(
-            "warning: num_experts_per_tok=1 with norm_topk_prob=true makes every routing weight "
-            "constant, so the router learns nothing from the loss");
+        dpl_log("warning: num_experts_per_tok=1 with norm_topk_prob=true makes routing weights "
+                "constant: the router learns nothing from the loss");
     if (o->routed_bias_update_rate > 0 && !c->routed_bias)
         dpl_log("warning: routed_bias_update_rate has no effect without routed_bias=true");
     if ((size_t)o->max_target_length > c->max_positions)

@@ -55,9 +55,8 @@ static dpl_status mark_matches(const char *key, const char *expression, const dp
         marks[i] |= by_path || names[0];
         if (!by_path && names[0] && names[1])
             status = dpl_fail(DPL_EINVAL,
-                              "%s: '%s' selects %s but not %s; both are one tensor here, "
-                              "select both",
-                              key, expression, names[0], names[1]);
+                              "%s: '%s' selects %s but not %s, its other part; select both", key,
+                              expression, names[0], names[1]);
     }
     regfree(&regex);
     return status;

@@ -78,10 +78,10 @@ static dpl_status check_range(const char *range, double value) {
 }
 
 // The shortest text that reads back as the same number.
-static void number_text(double value, char *text, size_t size) {
+static void number_text(double value, char text[64]) {
     double back;
     for (int digits = 6; digits <= 17; digits++) {
-        dpl_format(text, size, "%.*g", digits, value);
+        dpl_format(text, 64, "%.*g", digits, value);
         if (dpl_parse_f64(text, &back) == DPL_OK && back == value) return;
     }
 }
@@ -93,8 +93,7 @@ typedef union parsed {
 } parsed;
 
 // Checks a value; gives its canonical text in `buffer` if it is not a text.
-static dpl_status parse_value(const option *opt, const char *text, parsed *v, char *buffer,
-                              size_t size) {
+static dpl_status parse_value(const option *opt, const char *text, parsed *v, char buffer[64]) {
     if (opt->kind == 'T') return DPL_OK;
     if (opt->kind == 'C') {
         if (is_choice(text, opt->range)) return DPL_OK;
@@ -105,16 +104,16 @@ static dpl_status parse_value(const option *opt, const char *text, parsed *v, ch
         if (!is_choice(text, "true|false|True|False"))
             return dpl_fail(DPL_EINVAL, "'%s', expected true or false", text);
         v->b = text[0] == 't' || text[0] == 'T';
-        snprintf(buffer, size, "%s", v->b ? "true" : "false");
+        snprintf(buffer, 64, "%s", v->b ? "true" : "false");
         return DPL_OK;
     }
     if (opt->kind == 'F') {
         DPL_TRY(dpl_parse_f64(text, &v->f));
-        number_text(v->f, buffer, size);
+        number_text(v->f, buffer);
         return check_range(opt->range, v->f);
     }
     DPL_TRY(dpl_parse_i64(text, &v->i));
-    snprintf(buffer, size, "%lld", (long long)v->i);
+    snprintf(buffer, 64, "%lld", (long long)v->i);
     return check_range(opt->range, (double)v->i);
 }
 
@@ -123,7 +122,7 @@ static dpl_status set_option(dpl_config *config, size_t i, const char *text) {
     const bool is_text = opt->kind == 'T' || opt->kind == 'C';
     char buffer[64];
     parsed v;
-    const dpl_status status = parse_value(opt, text, &v, buffer, sizeof buffer);
+    const dpl_status status = parse_value(opt, text, &v, buffer);
     if (status != DPL_OK) return dpl_fail_in(status, "%s", opt->key);
     char *copy = dpl_strdup(is_text ? text : buffer);
     if (!copy) return dpl_fail(DPL_ENOMEM, "no memory for the value of %s", opt->key);

@@ -17,9 +17,9 @@ static double count_targets(const dpl_tokens *t) {
     return (double)n;
 }
 
-static size_t count_elems(const dpl_model *model) {
-    const dpl_model_config *c = &model->config;
-    return (c->n_layers + c->n_mtp) * c->n_experts;
+// Of the tokens that each expert of each layer got.
+static size_t count_elems(const dpl_model *m) {
+    return (m->config.n_layers + m->config.n_mtp) * m->config.n_experts;
 }
 
 // The sums of all micro-batches, auxiliary losses averaged by their loss tokens: the part of the
@@ -125,8 +125,7 @@ dpl_status dpl_trainer_step(dpl_trainer *t, dpl_step_metrics *metrics_out) {
 }
 
 dpl_status dpl_trainer_evaluate(dpl_trainer *t, dpl_eval_metrics *metrics_out) {
-    if (!t || !metrics_out)
-        return dpl_fail(DPL_EINVAL, "dpl_trainer_evaluate: an argument is NULL");
+    if (!t || !metrics_out) return dpl_fail(DPL_EINVAL, "dpl_trainer_evaluate: NULL argument");
     const uint64_t n = dpl_data_samples(t->data, true);
     if (n == 0)
         return dpl_fail(DPL_EINVAL, "there is no evaluation data: eval_dataset_path is empty, "
@@ -140,8 +139,7 @@ dpl_status dpl_trainer_evaluate(dpl_trainer *t, dpl_eval_metrics *metrics_out) {
         if (t->stop) return dpl_fail(DPL_EINTR, "stopped on request during an evaluation");
         dpl_data_eval(t->data, i * t->eval.n_batch, &t->eval);
         const dpl_status status = dpl_model_evaluate(t->model, &batch, &t->rule, NULL, &sums);
-        if (status != DPL_OK)
-            return dpl_fail_in(status, "evaluation batch %llu", (unsigned long long)i);
+        if (status != DPL_OK) return dpl_fail_in(status, "evaluation batch %zu", (size_t)i);
         xent += sums.xent + sums.z;
         n_tokens += sums.n_tokens;
     }

@@ -78,9 +78,8 @@ static dpl_status open_batches(dpl_trainer *t) {
     DPL_TRY(dpl_tokens_alloc(own > 0 ? (size_t)own : B, S, &t->eval));
     DPL_TRY(dpl_data_open(t->o, n_rows, t->model->config.vocab, &t->data));
     if (t->o->eval_interval > 0 && dpl_data_samples(t->data, true) == 0)
-        return dpl_fail(DPL_EINVAL,
-                        "eval_interval needs evaluation data: eval_dataset_path is empty, "
-                        "eval_split_fraction is 0 or its part too short");
+        return dpl_fail(DPL_EINVAL, "eval_interval needs data: eval_dataset_path is empty, "
+                                    "eval_split_fraction is 0 or its part too short");
     t->step_flops = (double)(n_rows / B) * dpl_model_flops(&t->model->config, B, S);
     return DPL_OK;
 }
