@@ -97,13 +97,13 @@ report "lines have at most $max_line columns" < <(
     [ ${#code[@]} -eq 0 ] || awk -v max=$max_line '{ text = $0; gsub(/[\200-\277]/, "", text) }
         length(text) > max { print FILENAME ":" FNR ": " length(text) " columns" }' "${code[@]}")
 
-# A body runs from "{" to "}" in column 0: the brace on its own line is house style, so a body that
-# opens at the end of a line would escape the count and is reported too.
+# A body runs from the line that ends the signature with ") {" to "}" in column 0. A brace on a line of its
+# own would escape the count and is reported too.
 function_lines='FNR == 1 { start = 0 }
-    /^[{]$/ { start = FNR }
     /^[}]/ { if (start && FNR - start - 1 > max)
                  print FILENAME ":" start ": " FNR - start - 1 " lines"; start = 0 }
-    /^[A-Za-z_].*[)] *[{]$/ { print FILENAME ":" FNR ": brace not on its own line" }'
+    !start && !/^#/ && /[)] *[{]$/ { start = FNR }
+    /^[{]$/ { print FILENAME ":" FNR ": brace on a line of its own" }'
 report "functions have at most $max_function_lines lines" < <(
     [ ${#plain[@]} -eq 0 ] || awk -v max=$max_function_lines "$function_lines" "${plain[@]}")
 report "kernels have at most $max_kernel_lines lines" < <(

@@ -48,8 +48,7 @@ static int evaluate(cli_args *args) {
     if (isfinite(exp(loss))) snprintf(perplexity, sizeof perplexity, "%.12g", exp(loss));
     if (args->option[EVAL_JSON])
         printf("{\"loss\":%.12g,\"tokens\":%" PRIu64 ",\"perplexity\":%s}\n", loss, n, perplexity);
-    else
-        printf("loss: %.6f\ntokens: %" PRIu64 "\nperplexity: %.6f\n", loss, n, exp(loss));
+    else printf("loss: %.6f\ntokens: %" PRIu64 "\nperplexity: %.6f\n", loss, n, exp(loss));
     return CLI_OK;
 }
 
@@ -125,10 +124,8 @@ static int stream(dpl_generator *generator, size_t n_tokens, bool as_ids) {
     for (size_t i = 0; i < n_tokens; i++) {
         int32_t id;
         if (dpl_generator_next(generator, &id) != DPL_OK) return cli_fail();
-        if (as_ids)
-            printf("%s%d", i ? " " : "", (int)id);
-        else
-            putchar(id);
+        if (as_ids) printf("%s%d", i ? " " : "", (int)id);
+        else putchar(id);
         if (fflush(stdout) != 0) return CLI_OK; // main reports it
     }
     if (as_ids || isatty(STDOUT_FILENO) == 1) putchar('\n');

@@ -29,10 +29,8 @@ dpl_status dpl_generator_open(dpl_model *model, const dpl_generator_options *o,
     if (g) g->logits = dpl_alloc_array(model->config.vocab, sizeof(float));
     dpl_status status = g && g->logits ? DPL_OK : dpl_fail(DPL_ENOMEM, "no memory for a generator");
     if (status == DPL_OK) status = dpl_decoder_open(model, o->tokens_max, &g->decoder);
-    if (status == DPL_OK)
-        *generator_out = g;
-    else
-        dpl_generator_close(&g);
+    if (status == DPL_OK) *generator_out = g;
+    else dpl_generator_close(&g);
     return status;
 }
 

@@ -175,10 +175,8 @@ static void print_lines(FILE *out, json_t *object, int indent) {
             continue;
         }
         fprintf(out, "%*s", DPL_MAX(1, 36 - indent - (int)strlen(key)), "");
-        if (json_is_string(value))
-            fputs(json_string_value(value), out);
-        else
-            print_number(out, key, json_number_value(value));
+        if (json_is_string(value)) fputs(json_string_value(value), out);
+        else print_number(out, key, json_number_value(value));
         fputc('\n', out);
     }
 }
@@ -189,8 +187,7 @@ static dpl_status print(json_t *object, unsigned flags, char **text_out) {
     FILE *out = object ? open_memstream(&made, &bytes) : NULL;
     if (out && flags & DPL_INSPECT_JSON)
         json_dumpf(object, out, JSON_COMPACT | JSON_REAL_PRECISION(17));
-    else if (out)
-        print_lines(out, object, 0);
+    else if (out) print_lines(out, object, 0);
     if (out && fclose(out) == 0) text = dpl_strdup(made);
     free(made);
     if (!text) return dpl_fail(DPL_ENOMEM, "no memory for the description");

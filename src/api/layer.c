@@ -78,10 +78,8 @@ dpl_status dpl_layer_open(const dpl_layer_config *config, dpl_ctx *ctx, dpl_laye
     layer->weight[SHARED_DOWN] = (dpl_weight){NULL, dtype, n_shared, d, sf};
     dpl_status status = dpl_comm_open("self", NULL, &layer->comm);
     if (status == DPL_OK) status = alloc_weights(layer);
-    if (status == DPL_OK)
-        *layer_out = layer;
-    else
-        dpl_layer_close(&layer);
+    if (status == DPL_OK) *layer_out = layer;
+    else dpl_layer_close(&layer);
     return status;
 }
 

@@ -39,10 +39,8 @@ dpl_status dpl_api_defaults(const dpl_model_config *model, dpl_dtype dtype,
     const uint64_t most = model->max_positions, now = (uint64_t)config->o.max_target_length;
     snprintf(length, sizeof length, "%llu", (unsigned long long)DPL_MIN(most, now));
     if (status == DPL_OK) status = dpl_config_put(config, "max_target_length", length);
-    if (status == DPL_OK)
-        *config_out = config;
-    else
-        dpl_config_close(&config);
+    if (status == DPL_OK) *config_out = config;
+    else dpl_config_close(&config);
     return status;
 }
 

@@ -21,12 +21,10 @@
 #define DPL_MAX(a, b)    ((a) > (b) ? (a) : (b))
 #define DPL_COUNT(array) (sizeof(array) / sizeof((array)[0]))
 
-static inline size_t dpl_round_up(size_t x, size_t unit)
-{
+static inline size_t dpl_round_up(size_t x, size_t unit) {
     return (x + unit - 1) / unit * unit;
 }
-static inline size_t dpl_div_up(size_t x, size_t unit)
-{
+static inline size_t dpl_div_up(size_t x, size_t unit) {
     return (x + unit - 1) / unit;
 }
 
@@ -123,13 +121,11 @@ uint64_t dpl_hash64(const void *data, size_t bytes, uint64_t seed);       // not
 /* ---- number formats ------------------------------------------------------------------------- */
 
 // dpl_dtype is public (dropless.h).
-static inline size_t dpl_dtype_bytes(dpl_dtype dtype)
-{
+static inline size_t dpl_dtype_bytes(dpl_dtype dtype) {
     return dtype == DPL_F32 ? 4 : 2;
 }
 
-static inline float dpl_bf16_to_f32(uint16_t h)
-{
+static inline float dpl_bf16_to_f32(uint16_t h) {
     const uint32_t bits = (uint32_t)h << 16;
     float f;
     memcpy(&f, &bits, 4);
@@ -137,8 +133,7 @@ static inline float dpl_bf16_to_f32(uint16_t h)
 }
 
 // Round to nearest even; NaN stays NaN (made quiet).
-static inline uint16_t dpl_f32_to_bf16(float f)
-{
+static inline uint16_t dpl_f32_to_bf16(float f) {
     uint32_t bits;
     memcpy(&bits, &f, 4);
     if ((bits & 0x7fffffffu) > 0x7f800000u) return (uint16_t)((bits >> 16) | 0x40u);

@@ -13,13 +13,11 @@ static const char *const level_names[DPL_CPU_N] = {
 #undef LEVEL_NAME
 };
 
-const char *dpl_cpu_level_name(dpl_cpu_level level)
-{
+const char *dpl_cpu_level_name(dpl_cpu_level level) {
     return (unsigned)level < DPL_CPU_N ? level_names[level] : "unknown";
 }
 
-static dpl_cpu_level machine_level(void)
-{
+static dpl_cpu_level machine_level(void) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return DPL_CPU_REF;
@@ -32,8 +30,7 @@ static dpl_cpu_level machine_level(void)
 #endif
 }
 
-dpl_status dpl_cpu_level_detect(dpl_cpu_level *level_out)
-{
+dpl_status dpl_cpu_level_detect(dpl_cpu_level *level_out) {
     const dpl_cpu_level best = machine_level();
     const char *wanted = getenv("DPL_CPU");
     const bool given = wanted && wanted[0];

@@ -13,8 +13,7 @@
 
 #include "base/base.h"
 
-static int cpus_in_mask(void)
-{
+static int cpus_in_mask(void) {
     // The mask of a machine with more than 1024 processors does not fit cpu_set_t.
     for (int n_max = 1024; n_max <= 1 << 20; n_max *= 2) {
         cpu_set_t *mask = CPU_ALLOC((size_t)n_max);
@@ -30,8 +29,7 @@ static int cpus_in_mask(void)
 }
 
 // The numbers at the start of a file's first line: how many of two.
-static int read_numbers(const char *folder, const char *name, long long out[2])
-{
+static int read_numbers(const char *folder, const char *name, long long out[2]) {
     char path[PATH_MAX];
     snprintf(path, sizeof path, "%s/%s", folder, name);
     FILE *f = fopen(path, "re");
@@ -41,8 +39,7 @@ static int read_numbers(const char *folder, const char *name, long long out[2])
     return n;
 }
 
-static int cut_by_group(const char *folder, bool v2, int cpus)
-{
+static int cut_by_group(const char *folder, bool v2, int cpus) {
     long long v[2] = {0}, period[2] = {0};
     if (v2) { // "max 100000" has no quota and does not scan.
         if (read_numbers(folder, "cpu.max", v) < 2) return cpus;
@@ -55,8 +52,7 @@ static int cut_by_group(const char *folder, bool v2, int cpus)
     return (int)DPL_MIN((long long)cpus, DPL_MAX(v[0] / v[1], 1));
 }
 
-int dpl_cpus_quota(const char *proc_cgroup, const char *root, int cpus)
-{
+int dpl_cpus_quota(const char *proc_cgroup, const char *root, int cpus) {
     FILE *f = fopen(proc_cgroup, "re");
     if (!f) return cpus;
     char line[PATH_MAX / 2], list[PATH_MAX / 2], folder[PATH_MAX / 2];
@@ -83,7 +79,6 @@ int dpl_cpus_quota(const char *proc_cgroup, const char *root, int cpus)
     return cpus;
 }
 
-int dpl_cpus_allowed(void)
-{
+int dpl_cpus_allowed(void) {
     return dpl_cpus_quota("/proc/self/cgroup", "/sys/fs/cgroup", DPL_MAX(cpus_in_mask(), 1));
 }

@@ -31,21 +31,18 @@
 
 static atomic_size_t fault_countdown;
 
-void dpl_fault_alloc(size_t nth)
-{
+void dpl_fault_alloc(size_t nth) {
     atomic_store(&fault_countdown, nth);
 }
 
-static bool fault_strikes(void)
-{
+static bool fault_strikes(void) {
     size_t left = atomic_load_explicit(&fault_countdown, memory_order_relaxed);
     while (left > 0)
         if (atomic_compare_exchange_weak(&fault_countdown, &left, left - 1)) return left == 1;
     return false;
 }
 
-void *dpl_alloc(size_t bytes)
-{
+void *dpl_alloc(size_t bytes) {
     if (fault_strikes() || bytes > PTRDIFF_MAX) return NULL;
     const bool huge = bytes >= HUGE_BYTES;
     void *p;
@@ -56,19 +53,16 @@ void *dpl_alloc(size_t bytes)
     return p;
 }
 
-void *dpl_alloc_array(size_t count, size_t size)
-{
+void *dpl_alloc_array(size_t count, size_t size) {
     size_t bytes;
     return __builtin_mul_overflow(count, size, &bytes) ? NULL : dpl_alloc(bytes);
 }
 
-void dpl_free(void *p)
-{
+void dpl_free(void *p) {
     free(p);
 }
 
-char *dpl_strdup(const char *text)
-{
+char *dpl_strdup(const char *text) {
     const size_t bytes = strlen(text) + 1;
     char *copy = dpl_alloc(bytes);
     if (copy) memcpy(copy, text, bytes);
@@ -88,8 +82,7 @@ struct dpl_arena {
     size_t dead_from, dead_to;
 };
 
-dpl_status dpl_arena_open(size_t reserve_bytes, dpl_arena **arena_out)
-{
+dpl_status dpl_arena_open(size_t reserve_bytes, dpl_arena **arena_out) {
     dpl_arena *arena = dpl_alloc(sizeof *arena);
     if (!arena) return dpl_fail(DPL_ENOMEM, "arena: no memory for its %zu bytes", sizeof *arena);
     arena->mapping = MAP_FAILED;
@@ -110,8 +103,7 @@ dpl_status dpl_arena_open(size_t reserve_bytes, dpl_arena **arena_out)
     return DPL_OK;
 }
 
-void dpl_arena_close(dpl_arena **arena)
-{
+void dpl_arena_close(dpl_arena **arena) {
     dpl_arena *a = *arena;
     if (!a) return;
     // The next owner of these addresses expects them clean.
@@ -121,8 +113,7 @@ void dpl_arena_close(dpl_arena **arena)
     *arena = NULL;
 }
 
-void *dpl_arena_alloc(dpl_arena *arena, size_t bytes)
-{
+void *dpl_arena_alloc(dpl_arena *arena, size_t bytes) {
     if (bytes > arena->reserved - arena->used) {
         fprintf(stderr, "dropless: arena: %zu bytes asked for, %zu of %zu reserved are free\n",
                 bytes, arena->reserved - arena->used, arena->reserved);
@@ -137,19 +128,16 @@ void *dpl_arena_alloc(dpl_arena *arena, size_t bytes)
     return p;
 }
 
-size_t dpl_arena_mark(const dpl_arena *arena)
-{
+size_t dpl_arena_mark(const dpl_arena *arena) {
     return arena->used;
 }
 
-static void release_now(dpl_arena *arena, size_t mark)
-{
+static void release_now(dpl_arena *arena, size_t mark) {
     ASAN_POISON_MEMORY_REGION(arena->base + mark * STRETCH, (arena->used - mark) * STRETCH);
     arena->used = mark;
 }
 
-void dpl_arena_release(dpl_arena *arena, size_t mark)
-{
+void dpl_arena_release(dpl_arena *arena, size_t mark) {
     if (mark > arena->used) {
         fprintf(stderr, "dropless: arena: release to %zu, but only %zu bytes are in use\n", mark,
                 arena->used);
@@ -164,29 +152,23 @@ void dpl_arena_release(dpl_arena *arena, size_t mark)
     arena->dead_to = arena->used;
 }
 
-bool dpl_arena_owns(const dpl_arena *arena, const void *p)
-{
+bool dpl_arena_owns(const dpl_arena *arena, const void *p) {
     const uintptr_t offset = (uintptr_t)p - (uintptr_t)arena->base; // wraps when p is below
     return offset < arena->reserved * STRETCH;
 }
 
-size_t dpl_arena_free_bytes(const dpl_arena *arena)
-{
+size_t dpl_arena_free_bytes(const dpl_arena *arena) {
     return arena->reserved - arena->used;
 }
 
-size_t dpl_arena_peak_bytes(const dpl_arena *arena)
-{
+size_t dpl_arena_peak_bytes(const dpl_arena *arena) {
     return arena->peak;
 }
 
-void dpl_arena_hold(dpl_arena *arena, bool hold)
-{
+void dpl_arena_hold(dpl_arena *arena, bool hold) {
     if (hold == arena->held) return;
     arena->held = hold;
-    if (hold)
-        arena->dead_from = arena->dead_to = arena->used;
-    else if (arena->dead_to == arena->used)
-        release_now(arena, arena->dead_from);
+    if (hold) arena->dead_from = arena->dead_to = arena->used;
+    else if (arena->dead_to == arena->used) release_now(arena, arena->dead_from);
     // Else a block was taken after the last release: it lives, and so what lies below it stays.
 }

@@ -42,8 +42,7 @@ struct dpl_pool {
     atomic_bool quit;
 };
 
-static void relax(void)
-{
+static void relax(void) {
 #if defined(__x86_64__)
     __asm__ volatile("pause");
 #elif defined(__aarch64__)
@@ -52,42 +51,35 @@ static void relax(void)
 }
 
 // Sleeps only if *word still is `value`; may return early.
-static void futex_wait(_Atomic uint32_t *word, uint32_t value)
-{
+static void futex_wait(_Atomic uint32_t *word, uint32_t value) {
     syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, NULL, NULL, 0);
 }
 
-static void futex_wake(_Atomic uint32_t *word, int n_threads)
-{
+static void futex_wake(_Atomic uint32_t *word, int n_threads) {
     syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, n_threads, NULL, NULL, 0);
 }
 
 // Spins until *word differs from `value` (returns true) or SPIN_S has passed.
-static bool spin_while_equal(_Atomic uint32_t *word, uint32_t value)
-{
+static bool spin_while_equal(_Atomic uint32_t *word, uint32_t value) {
     double give_up = 0;
     for (unsigned i = 1;; i++) {
         if (atomic_load_explicit(word, memory_order_acquire) != value) return true;
         relax();
         if (i % 64) continue; // The clock costs more than a look.
         const double now = dpl_now();
-        if (give_up == 0)
-            give_up = now + SPIN_S;
-        else if (now > give_up)
-            return false;
+        if (give_up == 0) give_up = now + SPIN_S;
+        else if (now > give_up) return false;
     }
 }
 
-static void take_tasks(dpl_pool *pool, int i_thread)
-{
+static void take_tasks(dpl_pool *pool, int i_thread) {
     size_t i;
     while ((i = atomic_fetch_add_explicit(&pool->next_task, 1, memory_order_relaxed)) <
            pool->n_tasks)
         pool->fn(pool->arg, i, i_thread);
 }
 
-static void help(dpl_pool *pool, int i_thread)
-{
+static void help(dpl_pool *pool, int i_thread) {
     uint32_t gate = atomic_load(&pool->gate);
     do
         if (!(gate & GATE_OPEN)) return;
@@ -99,16 +91,14 @@ static void help(dpl_pool *pool, int i_thread)
         futex_wake(&pool->gate, 1);
 }
 
-static void *work(void *arg)
-{
+static void *work(void *arg) {
     const worker *self = arg;
     dpl_pool *pool = self->pool;
     uint32_t seen = 0;
     for (;;) {
         if (!spin_while_equal(&pool->n_runs, seen)) {
             atomic_fetch_add(&pool->n_sleeping, 1);
-            while (atomic_load(&pool->n_runs) == seen)
-                futex_wait(&pool->n_runs, seen);
+            while (atomic_load(&pool->n_runs) == seen) futex_wait(&pool->n_runs, seen);
             atomic_fetch_sub(&pool->n_sleeping, 1);
         }
         seen = atomic_load(&pool->n_runs);
@@ -117,8 +107,7 @@ static void *work(void *arg)
     }
 }
 
-static void shut_gate(dpl_pool *pool)
-{
+static void shut_gate(dpl_pool *pool) {
     uint32_t inside = atomic_fetch_and(&pool->gate, ~GATE_OPEN) & ~GATE_OPEN;
     while (inside) {
         if (!spin_while_equal(&pool->gate, inside)) {
@@ -130,12 +119,10 @@ static void shut_gate(dpl_pool *pool)
     }
 }
 
-void dpl_pool_run(dpl_pool *pool, size_t n_tasks, dpl_task_fn fn, void *arg)
-{
+void dpl_pool_run(dpl_pool *pool, size_t n_tasks, dpl_task_fn fn, void *arg) {
     // A pool that is busy with another thread's run does not keep this caller waiting.
     if (n_tasks <= 1 || pool->n_threads == 1 || pthread_mutex_trylock(&pool->busy)) {
-        for (size_t i = 0; i < n_tasks; i++)
-            fn(arg, i, 0);
+        for (size_t i = 0; i < n_tasks; i++) fn(arg, i, 0);
         return;
     }
     pool->fn = fn;
@@ -154,8 +141,7 @@ void dpl_pool_run(dpl_pool *pool, size_t n_tasks, dpl_task_fn fn, void *arg)
     pthread_mutex_unlock(&pool->busy);
 }
 
-static void start_workers(dpl_pool *pool)
-{
+static void start_workers(dpl_pool *pool) {
     // Signals are for the program's own threads.
     sigset_t all, before;
     sigfillset(&all);
@@ -169,8 +155,7 @@ static void start_workers(dpl_pool *pool)
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
-dpl_status dpl_pool_open(int n_threads, dpl_pool **pool_out)
-{
+dpl_status dpl_pool_open(int n_threads, dpl_pool **pool_out) {
     if (n_threads > THREADS_MAX)
         return dpl_fail(DPL_EINVAL, "pool: %d threads, expected at most %d", n_threads,
                         THREADS_MAX);
@@ -191,22 +176,19 @@ dpl_status dpl_pool_open(int n_threads, dpl_pool **pool_out)
     return DPL_ENOMEM;
 }
 
-void dpl_pool_close(dpl_pool **pool)
-{
+void dpl_pool_close(dpl_pool **pool) {
     dpl_pool *p = *pool;
     if (!p) return;
     atomic_store(&p->quit, true);
     atomic_fetch_add(&p->n_runs, 1);
     futex_wake(&p->n_runs, INT_MAX);
-    for (int i = 1; i < p->n_started; i++)
-        pthread_join(p->workers[i].thread, NULL);
+    for (int i = 1; i < p->n_started; i++) pthread_join(p->workers[i].thread, NULL);
     pthread_mutex_destroy(&p->busy);
     dpl_free(p->workers);
     dpl_free(p);
     *pool = NULL;
 }
 
-int dpl_pool_threads(const dpl_pool *pool)
-{
+int dpl_pool_threads(const dpl_pool *pool) {
     return pool->n_threads;
 }

@@ -9,8 +9,7 @@
 
 #include "base/base.h"
 
-static void philox(uint64_t seed, uint64_t stream, uint64_t counter, uint64_t out[2])
-{
+static void philox(uint64_t seed, uint64_t stream, uint64_t counter, uint64_t out[2]) {
     uint32_t x0 = (uint32_t)counter, x1 = (uint32_t)(counter >> 32);
     uint32_t x2 = (uint32_t)stream, x3 = (uint32_t)(stream >> 32);
     uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
@@ -29,25 +28,21 @@ static void philox(uint64_t seed, uint64_t stream, uint64_t counter, uint64_t ou
 }
 
 // 52 bits and a half: with 53 the largest value would round up to 1.
-static double to_uniform(uint64_t bits)
-{
+static double to_uniform(uint64_t bits) {
     return ((double)(bits >> 12) + 0.5) * 0x1p-52;
 }
 
-uint64_t dpl_rng_u64(uint64_t seed, uint64_t stream, uint64_t counter)
-{
+uint64_t dpl_rng_u64(uint64_t seed, uint64_t stream, uint64_t counter) {
     uint64_t x[2];
     philox(seed, stream, counter, x);
     return x[0];
 }
 
-double dpl_rng_uniform(uint64_t seed, uint64_t stream, uint64_t counter)
-{
+double dpl_rng_uniform(uint64_t seed, uint64_t stream, uint64_t counter) {
     return to_uniform(dpl_rng_u64(seed, stream, counter));
 }
 
-double dpl_rng_normal(uint64_t seed, uint64_t stream, uint64_t counter)
-{
+double dpl_rng_normal(uint64_t seed, uint64_t stream, uint64_t counter) {
     const double two_pi = 6.283185307179586476925;
     uint64_t x[2];
     philox(seed, stream, counter, x);
@@ -60,42 +55,34 @@ double dpl_rng_normal(uint64_t seed, uint64_t stream, uint64_t counter)
 // the hash. Four lanes hide the latency of the multiplications.
 static const uint64_t M0 = 0x9e3779b97f4a7c15u, M1 = 0xbf58476d1ce4e5b9u, M2 = 0x94d049bb133111ebu;
 
-static uint64_t load64(const unsigned char *p)
-{
+static uint64_t load64(const unsigned char *p) {
     uint64_t x;
     memcpy(&x, p, sizeof x);
     return x;
 }
 
-static uint64_t absorb(uint64_t state, uint64_t word)
-{
+static uint64_t absorb(uint64_t state, uint64_t word) {
     state += word * M0;
     return (state << 29 | state >> 35) * M1;
 }
 
-static uint64_t avalanche(uint64_t x)
-{
+static uint64_t avalanche(uint64_t x) {
     x = (x ^ x >> 30) * M1;
     x = (x ^ x >> 27) * M2;
     return x ^ x >> 31;
 }
 
-uint64_t dpl_hash64(const void *data, size_t bytes, uint64_t seed)
-{
+uint64_t dpl_hash64(const void *data, size_t bytes, uint64_t seed) {
     const unsigned char *p = data;
     uint64_t hash = avalanche(seed + M0) + (uint64_t)bytes * M2, tail = 0;
     if (bytes >= 32) {
         uint64_t lane[4];
-        for (unsigned i = 0; i < 4; i++)
-            lane[i] = avalanche(hash + (i + 1) * M0);
+        for (unsigned i = 0; i < 4; i++) lane[i] = avalanche(hash + (i + 1) * M0);
         for (; bytes >= 32; bytes -= 32, p += 32)
-            for (unsigned i = 0; i < 4; i++)
-                lane[i] = absorb(lane[i], load64(p + 8 * i));
-        for (unsigned i = 0; i < 4; i++)
-            hash = absorb(hash, avalanche(lane[i]));
+            for (unsigned i = 0; i < 4; i++) lane[i] = absorb(lane[i], load64(p + 8 * i));
+        for (unsigned i = 0; i < 4; i++) hash = absorb(hash, avalanche(lane[i]));
     }
-    for (; bytes >= 8; bytes -= 8, p += 8)
-        hash = absorb(hash, avalanche(load64(p)));
+    for (; bytes >= 8; bytes -= 8, p += 8) hash = absorb(hash, avalanche(load64(p)));
     if (bytes > 0) {
         memcpy(&tail, p, bytes);
         hash = absorb(hash, avalanche(tail));

@@ -17,8 +17,7 @@ static _Thread_local char error_text[TEXT_BYTES];
 static dpl_log_fn log_fn;
 static void *log_arg;
 
-const char *dpl_status_text(dpl_status status)
-{
+const char *dpl_status_text(dpl_status status) {
     switch (status) {
 #define STATUS_CASE(name, value, text) \
     case DPL_##name:                   \
@@ -29,13 +28,11 @@ const char *dpl_status_text(dpl_status status)
     return "unknown status";
 }
 
-const char *dpl_error_message(void)
-{
+const char *dpl_error_message(void) {
     return error_text;
 }
 
-dpl_status dpl_fail(dpl_status status, const char *format, ...)
-{
+dpl_status dpl_fail(dpl_status status, const char *format, ...) {
     char text[TEXT_BYTES];
     va_list args;
     va_start(args, format);
@@ -45,8 +42,7 @@ dpl_status dpl_fail(dpl_status status, const char *format, ...)
     return status;
 }
 
-dpl_status dpl_fail_in(dpl_status status, const char *format, ...)
-{
+dpl_status dpl_fail_in(dpl_status status, const char *format, ...) {
     char place[TEXT_BYTES - 2]; // room for ": ": of a long text the found part is what gets cut
     va_list args;
     va_start(args, format);
@@ -55,27 +51,22 @@ dpl_status dpl_fail_in(dpl_status status, const char *format, ...)
     return dpl_fail(status, "%s: %s", place, error_text[0] ? error_text : dpl_status_text(status));
 }
 
-void dpl_log_sink(dpl_log_fn fn, void *arg)
-{
+void dpl_log_sink(dpl_log_fn fn, void *arg) {
     log_fn = fn;
     log_arg = arg;
 }
 
-void dpl_log(const char *format, ...)
-{
+void dpl_log(const char *format, ...) {
     char line[TEXT_BYTES];
     va_list args;
     va_start(args, format);
     vsnprintf(line, sizeof line, format, args);
     va_end(args);
-    if (log_fn)
-        log_fn(log_arg, line);
-    else
-        fprintf(stderr, "%s\n", line);
+    if (log_fn) log_fn(log_arg, line);
+    else fprintf(stderr, "%s\n", line);
 }
 
-double dpl_now(void)
-{
+double dpl_now(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;

@@ -13,8 +13,7 @@ typedef struct verdict {
     char text[508];
 } verdict;
 
-dpl_status dpl_comm_open(const char *transport, const char *spec, dpl_comm **comm_out)
-{
+dpl_status dpl_comm_open(const char *transport, const char *spec, dpl_comm **comm_out) {
     char names[256] = "";
     for (size_t i = 0; i < DPL_COUNT(transports); i++) {
         const dpl_comm_ops *ops = transports[i];
@@ -27,26 +26,22 @@ dpl_status dpl_comm_open(const char *transport, const char *spec, dpl_comm **com
         if (!comm) return dpl_fail(DPL_ENOMEM, "no memory for a communicator");
         comm->ops = ops;
         const dpl_status status = ops->open(spec, comm);
-        if (status == DPL_OK)
-            *comm_out = comm;
-        else
-            dpl_free(comm);
+        if (status == DPL_OK) *comm_out = comm;
+        else dpl_free(comm);
         return status;
     }
     return dpl_fail(DPL_EINVAL, "transport '%s' is not built in, expected one of: %s", transport,
                     names);
 }
 
-void dpl_comm_close(dpl_comm **comm)
-{
+void dpl_comm_close(dpl_comm **comm) {
     if (!comm || !*comm) return;
     (*comm)->ops->close(*comm);
     dpl_free(*comm);
     *comm = NULL;
 }
 
-dpl_status dpl_comm_agree(dpl_comm *comm, dpl_status mine)
-{
+dpl_status dpl_comm_agree(dpl_comm *comm, dpl_status mine) {
     const size_t n_ranks = (size_t)comm->n_ranks;
     verdict own = {.status = mine};
     if (mine != DPL_OK) snprintf(own.text, sizeof own.text, "%s", dpl_error_message());

@@ -3,27 +3,23 @@
 #include "comm/comm.h"
 
 // The transport has no state but this: it was aborted.
-static dpl_status check_alive(const dpl_comm *comm)
-{
+static dpl_status check_alive(const dpl_comm *comm) {
     return comm->state ? dpl_fail(DPL_ECOMM, "self: the communicator was aborted") : DPL_OK;
 }
 
-static dpl_status open_self(const char *spec, dpl_comm *comm)
-{
+static dpl_status open_self(const char *spec, dpl_comm *comm) {
     if (spec && *spec) return dpl_fail(DPL_EINVAL, "self: '%s' given, expected no options", spec);
     comm->rank = 0;
     comm->n_ranks = 1;
     return DPL_OK;
 }
 
-static void close_self(dpl_comm *comm)
-{
+static void close_self(dpl_comm *comm) {
     comm->state = NULL;
 }
 
 static dpl_status all_to_all(dpl_comm *comm, dpl_blocks send, dpl_blocks receive,
-                             dpl_ticket *ticket_out)
-{
+                             dpl_ticket *ticket_out) {
     DPL_TRY(check_alive(comm));
     if (send.bytes[0] != receive.bytes[0])
         return dpl_fail(DPL_EINVAL, "self: %zu bytes sent, %zu expected", send.bytes[0],
@@ -35,25 +31,22 @@ static dpl_status all_to_all(dpl_comm *comm, dpl_blocks send, dpl_blocks receive
 }
 
 static dpl_status all_gather(dpl_comm *comm, const void *send, size_t bytes, void *receive,
-                             dpl_ticket *ticket_out)
-{
+                             dpl_ticket *ticket_out) {
     DPL_TRY(check_alive(comm));
     memmove(receive, send, bytes);
     *ticket_out = (dpl_ticket){0};
     return DPL_OK;
 }
 
-static dpl_status wait_self(dpl_comm *comm, dpl_ticket ticket)
-{
+static dpl_status wait_self(dpl_comm *comm, dpl_ticket ticket) {
     (void)ticket; // complete since it was given out
     return check_alive(comm);
 }
 
-static void abort_self(dpl_comm *comm, dpl_status status, const char *why)
-{
+static void abort_self(dpl_comm *comm, dpl_status status, const char *why) {
     if (!comm->state) dpl_log("self: aborted: %s: %s", dpl_status_text(status), why);
     comm->state = comm;
 }
 
-const dpl_comm_ops dpl_comm_self = {"self",     open_self,  close_self, all_to_all,
+const dpl_comm_ops dpl_comm_self = {"self",     open_self, close_self, all_to_all,
                                     all_gather, wait_self, abort_self};

@@ -59,14 +59,12 @@ typedef struct attn_head {
     attn_work w;
 } attn_head;
 
-static size_t panel_columns(size_t d)
-{
+static size_t panel_columns(size_t d) {
     return dpl_round_up(d, DPL_PANEL);
 }
 
 // Lays the work space out; returns its size in floats. `base` may be NULL.
-static size_t lay_out(attn_work *w, const dpl_attention *a, size_t mr, bool backward, float *base)
-{
+static size_t lay_out(attn_work *w, const dpl_attention *a, size_t mr, bool backward, float *base) {
     const size_t depth = a->d_nope + a->d_rope, rows = DPL_MAX(BLOCK_ROWS, mr);
     const size_t ld_k = panel_columns(a->d_nope) + panel_columns(a->d_rope);
     const size_t ld_v = panel_columns(a->d_v), s = dpl_round_up(a->n_seq, DPL_PANEL);
@@ -75,13 +73,22 @@ static size_t lay_out(attn_work *w, const dpl_attention *a, size_t mr, bool back
         float **p;
         size_t n;
     } blocks[] = {
-        {&w->kt, s * depth}, {&w->v, (1 - back) * s * ld_v}, {&w->vt, back * s * a->d_v},
-        {&w->k, back * s * ld_k}, {&w->dk, back * s * ld_k}, {&w->dv, back * s * ld_v},
-        {&w->q, rows * depth}, {&w->q_cols, back * rows * ld_k},
-        {&w->dout, back * rows * a->d_v}, {&w->dout_cols, back * rows * ld_v},
-        {&w->acc, rows * DPL_MAX(ld_k, ld_v)}, {&w->score, rows * KEY_BLOCK},
-        {&w->dp, back * rows * KEY_BLOCK}, {&w->left, DPL_MAX(rows, KEY_BLOCK) * mr},
-        {&w->max, rows}, {&w->sum, rows},
+        {&w->kt, s * depth},
+        {&w->v, (1 - back) * s * ld_v},
+        {&w->vt, back * s * a->d_v},
+        {&w->k, back * s * ld_k},
+        {&w->dk, back * s * ld_k},
+        {&w->dv, back * s * ld_v},
+        {&w->q, rows * depth},
+        {&w->q_cols, back * rows * ld_k},
+        {&w->dout, back * rows * a->d_v},
+        {&w->dout_cols, back * rows * ld_v},
+        {&w->acc, rows * DPL_MAX(ld_k, ld_v)},
+        {&w->score, rows * KEY_BLOCK},
+        {&w->dp, back * rows * KEY_BLOCK},
+        {&w->left, DPL_MAX(rows, KEY_BLOCK) * mr},
+        {&w->max, rows},
+        {&w->sum, rows},
     };
     size_t used = 0;
     for (size_t i = 0; i < DPL_COUNT(blocks); i++) {
@@ -91,13 +98,21 @@ static size_t lay_out(attn_work *w, const dpl_attention *a, size_t mr, bool back
     return used;
 }
 
-static attn_head open_head(const attn_args *x, size_t i_head, const dpl_part *part)
-{
+static attn_head open_head(const attn_args *x, size_t i_head, const dpl_part *part) {
     const dpl_attention *a = &x->a;
     const size_t row0 = i_head / a->n_heads * a->n_seq, head = i_head % a->n_heads;
     const size_t depth = a->d_nope + a->d_rope, key = head * (a->d_nope + a->d_v);
-    attn_head h = {x, x->dq.p, x->g, part->k, a->n_seq, depth, a->d_nope, a->d_rope, a->d_v,
-                   .nope_cols = panel_columns(a->d_nope), .ld_v = panel_columns(a->d_v)};
+    attn_head h = {x,
+                   x->dq.p,
+                   x->g,
+                   part->k,
+                   a->n_seq,
+                   depth,
+                   a->d_nope,
+                   a->d_rope,
+                   a->d_v,
+                   .nope_cols = panel_columns(a->d_nope),
+                   .ld_v = panel_columns(a->d_v)};
     h.ld_k = h.nope_cols + panel_columns(a->d_rope);
     h.ld_acc = h.backward ? h.ld_k : h.ld_v;
     h.q = dpl_mat_at(a->q, row0, head * depth);
@@ -118,37 +133,32 @@ static attn_head open_head(const attn_args *x, size_t i_head, const dpl_part *pa
 }
 
 // Tiles cut the sequence evenly, so that none is left with a row or two.
-static size_t tile_row(const attn_head *h, size_t tile)
-{
+static size_t tile_row(const attn_head *h, size_t tile) {
     return tile * h->n_seq / h->x->n_tiles;
 }
 
 /* ---- packing --------------------------------------------------------------------------------- */
 
-static dpl_gemm_load load_of(dpl_mat m)
-{
+static dpl_gemm_load load_of(dpl_mat m) {
     return m.dtype == DPL_F32 ? DPL_LOAD_F32 : DPL_LOAD_BF16;
 }
 
 // Rows 0..n_rows of m as [row / 32][column][32], a column range of panels of `depth` columns.
 static void pack_transposed(const attn_head *h, dpl_mat m, size_t n_rows, size_t n_columns,
-                            size_t depth, float *to)
-{
+                            size_t depth, float *to) {
     for (size_t row = 0; row < n_rows; row += DPL_PANEL)
         h->g->pack_rows(load_of(m), DPL_MIN(DPL_PANEL, n_rows - row), n_columns,
                         dpl_mat_row(m, row), m.ld, DPL_PANEL, to + row * depth);
 }
 
-static bool is_padding(const attn_head *h, size_t row)
-{
+static bool is_padding(const attn_head *h, size_t row) {
     return h->segment && h->segment[row] == 0;
 }
 
 // Rows row0 .. row0+n_rows-1 of m as panels of 32 columns with `stride` rows each. Padding rows are
 // 0: a probability of 0 times whatever they hold must be 0.
 static void pack_panels(const attn_head *h, dpl_mat m, size_t row0, size_t n_rows, size_t n_columns,
-                        size_t stride, float *to)
-{
+                        size_t stride, float *to) {
     for (size_t col = 0; col < n_columns; col += DPL_PANEL, to += DPL_PANEL * stride) {
         h->g->pack_cols(load_of(m), DPL_MIN(DPL_PANEL, n_columns - col), n_rows,
                         dpl_mat_at(m, row0, col).p, m.ld, DPL_PANEL, to);
@@ -157,16 +167,14 @@ static void pack_panels(const attn_head *h, dpl_mat m, size_t row0, size_t n_row
     }
 }
 
-static void pack_keys(const attn_head *h, size_t n_keys)
-{
+static void pack_keys(const attn_head *h, size_t n_keys) {
     pack_transposed(h, h->k, n_keys, h->d_nope, h->depth, h->w.kt);
     pack_transposed(h, h->k_rope, n_keys, h->d_rope, h->depth, h->w.kt + h->d_nope * DPL_PANEL);
 }
 
 // Tiles first..last of rows of m, each [column][rows of the tile].
 static void pack_tiles(const attn_head *h, dpl_mat m, size_t n_columns, size_t first, size_t last,
-                       float *to)
-{
+                       float *to) {
     for (size_t t = first; t < last; t++) {
         const size_t row = tile_row(h, t), n = tile_row(h, t + 1) - row;
         h->g->pack_rows(load_of(m), n, n_columns, dpl_mat_row(m, row), m.ld, n, to);
@@ -176,8 +184,7 @@ static void pack_tiles(const attn_head *h, dpl_mat m, size_t n_columns, size_t f
 
 /* ---- masks ----------------------------------------------------------------------------------- */
 
-static void find_range(const int32_t *segment, size_t n, int32_t *low, int32_t *high)
-{
+static void find_range(const int32_t *segment, size_t n, int32_t *low, int32_t *high) {
     *low = *high = segment[0];
     for (size_t i = 1; i < n; i++) {
         *low = DPL_MIN(*low, segment[i]);
@@ -188,8 +195,7 @@ static void find_range(const int32_t *segment, size_t n, int32_t *low, int32_t *
 // False: no query of q0..q1 shares a segment with a key of k0..k1. Else *mixed_out says whether a
 // pair may not.
 static bool block_visible(const attn_head *h, size_t q0, size_t q1, size_t k0, size_t k1,
-                          bool *mixed_out)
-{
+                          bool *mixed_out) {
     int32_t q_low, q_high, k_low, k_high;
     *mixed_out = false;
     if (!h->segment) return true;
@@ -202,12 +208,10 @@ static bool block_visible(const attn_head *h, size_t q0, size_t q1, size_t k0, s
 // Of keys k0..k0+n, `row` sees a prefix, whose length is returned (0 if it sees none). Hides those
 // of other segments in it, and what follows up to a whole number of vectors. dp may be NULL.
 static size_t mask_row(const attn_head *h, size_t row, size_t k0, size_t n, bool mixed,
-                       float *score, float *dp)
-{
+                       float *score, float *dp) {
     if (row < k0 || is_padding(h, row)) return 0;
     n = DPL_MIN(n, row + 1 - k0);
-    for (size_t j = n; j < dpl_round_up(n, HIDDEN); j++)
-        score[j] = -INFINITY;
+    for (size_t j = n; j < dpl_round_up(n, HIDDEN); j++) score[j] = -INFINITY;
     size_t seen = n;
     for (size_t j = 0; mixed && j < n; j++) {
         if (h->segment[k0 + j] == h->segment[row]) continue;
@@ -222,15 +226,13 @@ static size_t mask_row(const attn_head *h, size_t row, size_t k0, size_t n, bool
 
 // One tile product. Operands are in L2 already: what it would fetch ahead is its own first line.
 static void multiply(const attn_head *h, size_t m, size_t n, size_t kc, const float *left,
-                     const float *right, float *c, size_t ldc, bool add)
-{
+                     const float *right, float *c, size_t ldc, bool add) {
     h->g->tile(m, n, kc, left, right, c, ldc, add, (dpl_gemm_ahead){right, 0, 1, 0});
 }
 
 // score (m, n_keys) = one packed tile times keys k0.. ; whole panels of score are written.
 static void multiply_keys(const attn_head *h, size_t m, size_t depth, const float *tile,
-                          const float *keys, size_t k0, size_t n_keys, float *score)
-{
+                          const float *keys, size_t k0, size_t n_keys, float *score) {
     for (size_t j = 0; j < n_keys; j += DPL_PANEL)
         multiply(h, m, DPL_PANEL, depth, tile, keys + (k0 + j) * depth, score + j, KEY_BLOCK,
                  false);
@@ -238,8 +240,7 @@ static void multiply_keys(const attn_head *h, size_t m, size_t depth, const floa
 
 // c (m, ld) += packed left (kc, m) times panels of `stride` rows, from row `first` on.
 static void multiply_panels(const attn_head *h, size_t m, size_t kc, const float *panels,
-                            size_t stride, size_t first, float *c, size_t ld)
-{
+                            size_t stride, size_t first, float *c, size_t ld) {
     for (size_t j = 0; j < ld; j += DPL_PANEL)
         multiply(h, m, DPL_PANEL, kc, h->w.left, panels + j * stride + first * DPL_PANEL, c + j, ld,
                  true);
@@ -249,8 +250,7 @@ static void multiply_panels(const attn_head *h, size_t m, size_t kc, const float
 
 // Scores to probabilities relative to the running maximum, which may rise and rescale what was
 // summed so far.
-static void soften_row(const attn_head *h, size_t i, size_t n, size_t n_keys, float *score)
-{
+static void soften_row(const attn_head *h, size_t i, size_t n, size_t n_keys, float *score) {
     const attn_work *w = &h->w;
     n = dpl_round_up(n, HIDDEN);
     if (n > 0) {
@@ -271,12 +271,10 @@ static void soften_row(const attn_head *h, size_t i, size_t n, size_t n_keys, fl
 // score becomes p = exp(score - lse), dp becomes dscore = p * (dp - delta); 0 where nothing is
 // seen.
 static void backward_row(const attn_head *h, size_t i, size_t row, size_t n, size_t n_keys,
-                         float *score, float *dp)
-{
+                         float *score, float *dp) {
     const float delta = h->w.max[i];
     if (n > 0) h->r->exp_sub_sum(score, h->lse[row], score, dpl_round_up(n, HIDDEN));
-    for (size_t j = 0; j < n; j++)
-        dp[j] = score[j] * (dp[j] - delta);
+    for (size_t j = 0; j < n; j++) dp[j] = score[j] * (dp[j] - delta);
     if (n == n_keys) return;
     memset(score + n, 0, (n_keys - n) * sizeof *score);
     memset(dp + n, 0, (n_keys - n) * sizeof *dp);
@@ -285,8 +283,7 @@ static void backward_row(const attn_head *h, size_t i, size_t row, size_t n, siz
 // A tile of m queries from row0 on, the rows from i0 on of its block, against n_keys keys from k0.
 // Forward: acc += p v. Backward: leaves p and dscore, and acc += dscore k.
 static void attend_tile(const attn_head *h, size_t row0, size_t m, size_t i0, size_t k0,
-                        size_t n_keys, bool mixed)
-{
+                        size_t n_keys, bool mixed) {
     const attn_work *w = &h->w;
     const size_t n = row0 + m <= k0 ? 0 : DPL_MIN(n_keys, row0 + m - k0);
     float *score = h->backward ? w->score + i0 * KEY_BLOCK : w->score; // else it stays in L1
@@ -296,10 +293,8 @@ static void attend_tile(const attn_head *h, size_t row0, size_t m, size_t i0, si
     for (size_t i = 0; i < m; i++) {
         float *s = score + i * KEY_BLOCK, *ds = dp ? dp + i * KEY_BLOCK : NULL;
         const size_t seen = mask_row(h, row0 + i, k0, n, mixed, s, ds);
-        if (dp)
-            backward_row(h, i0 + i, row0 + i, seen, n_keys, s, ds);
-        else
-            soften_row(h, i0 + i, seen, n, s);
+        if (dp) backward_row(h, i0 + i, row0 + i, seen, n_keys, s, ds);
+        else soften_row(h, i0 + i, seen, n, s);
     }
     if (n == 0) return;
     h->g->pack_rows(DPL_LOAD_F32, m, n, dp ? dp : score, KEY_BLOCK, m, w->left);
@@ -307,8 +302,7 @@ static void attend_tile(const attn_head *h, size_t row0, size_t m, size_t i0, si
 }
 
 // dk and dv of n_keys keys from k0 on += what the n queries from q0 on say.
-static void backward_keys(const attn_head *h, size_t q0, size_t n, size_t k0, size_t n_keys)
-{
+static void backward_keys(const attn_head *h, size_t q0, size_t n, size_t k0, size_t n_keys) {
     const attn_work *w = &h->w;
     const size_t n_tiles = dpl_div_up(n_keys, h->g->mr);
     for (size_t t = 0; t < n_tiles; t++) {
@@ -323,8 +317,7 @@ static void backward_keys(const attn_head *h, size_t q0, size_t n, size_t k0, si
 }
 
 // Query tiles first..last against all keys that they see.
-static void attend(const attn_head *h, size_t first, size_t last)
-{
+static void attend(const attn_head *h, size_t first, size_t last) {
     const size_t q0 = tile_row(h, first), q1 = tile_row(h, last);
     pack_tiles(h, h->q, h->depth, first, last, h->w.q);
     h->r->scale(h->x->a.scale, h->w.q, (q1 - q0) * h->depth);
@@ -343,8 +336,7 @@ static void attend(const attn_head *h, size_t first, size_t last)
 
 /* ---- forward --------------------------------------------------------------------------------- */
 
-static void forward_block(const attn_head *h, size_t first, size_t last)
-{
+static void forward_block(const attn_head *h, size_t first, size_t last) {
     const attn_work *w = &h->w;
     const size_t q0 = tile_row(h, first), n = tile_row(h, last) - q0;
     for (size_t i = 0; i < n; i++) {
@@ -361,8 +353,7 @@ static void forward_block(const attn_head *h, size_t first, size_t last)
     }
 }
 
-static void forward_task(const void *args, const dpl_part *part)
-{
+static void forward_task(const void *args, const dpl_part *part) {
     const attn_args *x = args;
     const size_t step = x->block_tiles * TASK_BLOCKS, n_parts = dpl_div_up(x->n_tiles, step);
     const attn_head h = open_head(x, part->first / n_parts, part);
@@ -374,26 +365,25 @@ static void forward_task(const void *args, const dpl_part *part)
         forward_block(&h, tile, DPL_MIN(tile + x->block_tiles, last));
 }
 
-static void run_forward(dpl_ctx *ctx, const void *args)
-{
+static void run_forward(dpl_ctx *ctx, const void *args) {
     const attn_args *x = args;
     const size_t n_parts = dpl_div_up(x->n_tiles, x->block_tiles * TASK_BLOCKS);
     dpl_ctx_loop(ctx, (dpl_loop){forward_task, x->a.n_batch * x->a.n_heads * n_parts, 1}, x);
 }
 
-static attn_args open_args(dpl_ctx *ctx, const dpl_attention *a, bool backward)
-{
+static attn_args open_args(dpl_ctx *ctx, const dpl_attention *a, bool backward) {
     const dpl_gemm_kernels *g = &ctx->kernels->gemm;
     attn_work w;
-    attn_args x = {.a = *a, .g = g, .n_tiles = dpl_div_up(a->n_seq, g->mr),
+    attn_args x = {.a = *a,
+                   .g = g,
+                   .n_tiles = dpl_div_up(a->n_seq, g->mr),
                    .block_tiles = DPL_MAX(1, BLOCK_ROWS / g->mr)};
     x.work_size = lay_out(&w, a, g->mr, backward, NULL);
     x.work = dpl_ctx_alloc(ctx, (size_t)dpl_pool_threads(ctx->pool) * x.work_size * sizeof(float));
     return x;
 }
 
-void dpl_attention_forward(dpl_ctx *ctx, const dpl_attention *a, dpl_mat out, float *lse)
-{
+void dpl_attention_forward(dpl_ctx *ctx, const dpl_attention *a, dpl_mat out, float *lse) {
     const size_t mark = dpl_ctx_mark(ctx), n_rows = a->n_batch * a->n_seq;
     attn_args x = open_args(ctx, a, false);
     x.out = out;
@@ -406,8 +396,7 @@ void dpl_attention_forward(dpl_ctx *ctx, const dpl_attention *a, dpl_mat out, fl
 /* ---- backward -------------------------------------------------------------------------------- */
 
 // delta = the dot product of output and its gradient: what the softmax subtracts from dp.
-static float find_delta(const attn_head *h, size_t row)
-{
+static float find_delta(const attn_head *h, size_t row) {
     float out_row[DPL_ROW_BLOCK], dout_row[DPL_ROW_BLOCK], sum = 0;
     DPL_EACH_BLOCK(col, n, h->d_v) {
         const float *out = dpl_row_load(h->r, dpl_mat_at(h->out, row, col), 0, n, out_row);
@@ -417,8 +406,7 @@ static float find_delta(const attn_head *h, size_t row)
     return sum;
 }
 
-static void backward_block(const attn_head *h, size_t first, size_t last)
-{
+static void backward_block(const attn_head *h, size_t first, size_t last) {
     const attn_work *w = &h->w;
     const size_t q0 = tile_row(h, first), n = tile_row(h, last) - q0;
     const dpl_mat q_rope = dpl_mat_at(h->q, 0, h->d_nope);
@@ -428,8 +416,7 @@ static void backward_block(const attn_head *h, size_t first, size_t last)
     pack_panels(h, q_rope, q0, n, h->d_rope, n, w->q_cols + n * h->nope_cols);
     h->r->scale(h->x->a.scale, w->q_cols, n * h->ld_k);
     pack_panels(h, h->dout, q0, n, h->d_v, n, w->dout_cols);
-    for (size_t i = 0; i < n; i++)
-        w->max[i] = find_delta(h, q0 + i);
+    for (size_t i = 0; i < n; i++) w->max[i] = find_delta(h, q0 + i);
     attend(h, first, last);
     for (size_t i = 0; i < n; i++) {
         float *acc = w->acc + i * h->ld_k; // keys were not scaled, queries were
@@ -439,8 +426,7 @@ static void backward_block(const attn_head *h, size_t first, size_t last)
     }
 }
 
-static void backward_task(const void *args, const dpl_part *part)
-{
+static void backward_task(const void *args, const dpl_part *part) {
     const attn_args *x = args;
     const attn_head h = open_head(x, part->first, part);
     const attn_work *w = &h.w;
@@ -462,8 +448,7 @@ static void backward_task(const void *args, const dpl_part *part)
     }
 }
 
-static void sum_rope(const void *args, const dpl_part *part)
-{
+static void sum_rope(const void *args, const dpl_part *part) {
     const attn_args *x = args;
     const size_t n_seq = x->a.n_seq, n_heads = x->a.n_heads, d = x->a.d_rope;
     for (size_t row = part->first; row < part->end; row++) {
@@ -475,8 +460,7 @@ static void sum_rope(const void *args, const dpl_part *part)
     }
 }
 
-static void run_backward(dpl_ctx *ctx, const void *args)
-{
+static void run_backward(dpl_ctx *ctx, const void *args) {
     const attn_args *x = args;
     const size_t n_heads = x->a.n_seq == 0 ? 0 : x->a.n_batch * x->a.n_heads;
     const size_t grain = dpl_row_grain((x->a.n_heads + 1) * x->a.d_rope * sizeof(float));
@@ -485,8 +469,7 @@ static void run_backward(dpl_ctx *ctx, const void *args)
 }
 
 void dpl_attention_backward(dpl_ctx *ctx, const dpl_attention *a, dpl_mat out, const float *lse,
-                            dpl_mat dout, dpl_mat dq, dpl_mat dkv, dpl_mat dk_rope)
-{
+                            dpl_mat dout, dpl_mat dq, dpl_mat dkv, dpl_mat dk_rope) {
     const size_t mark = dpl_ctx_mark(ctx), n_rows = a->n_batch * a->n_seq;
     attn_args x = open_args(ctx, a, true);
     x.out = out;
@@ -496,8 +479,7 @@ void dpl_attention_backward(dpl_ctx *ctx, const dpl_attention *a, dpl_mat out, c
     x.dk_rope = dk_rope;
     x.lse = (float *)(uintptr_t)lse;
     x.rope_parts = dpl_ctx_alloc(ctx, n_rows * a->n_heads * a->d_rope * sizeof(float));
-    DPL_SUBMIT(ctx, run_backward, x,
-               dpl_row_span(dq, n_rows, a->n_heads * (a->d_nope + a->d_rope)),
+    DPL_SUBMIT(ctx, run_backward, x, dpl_row_span(dq, n_rows, a->n_heads * (a->d_nope + a->d_rope)),
                dpl_row_span(dkv, n_rows, a->n_heads * (a->d_nope + a->d_v)),
                dpl_row_span(dk_rope, n_rows, a->d_rope));
     dpl_ctx_release(ctx, mark);

@@ -24,16 +24,14 @@ struct dpl_queue {
     queued_op ops[QUEUE_MAX];
 };
 
-const char *dpl_phase_name(dpl_phase phase)
-{
+const char *dpl_phase_name(dpl_phase phase) {
 #define NAME(id, name) name,
     static const char *const names[] = {DPL_PHASE_MAP(NAME)};
 #undef NAME
     return names[phase];
 }
 
-dpl_status dpl_ctx_create(int n_threads, bool deferred, size_t step_bytes, dpl_ctx **ctx_out)
-{
+dpl_status dpl_ctx_create(int n_threads, bool deferred, size_t step_bytes, dpl_ctx **ctx_out) {
     dpl_cpu_level level;
     DPL_TRY(dpl_cpu_level_detect(&level));
     dpl_ctx *ctx = dpl_alloc(sizeof *ctx);
@@ -66,8 +64,7 @@ dpl_status dpl_ctx_create(int n_threads, bool deferred, size_t step_bytes, dpl_c
     return DPL_OK;
 }
 
-dpl_status dpl_ctx_open(int n_threads, dpl_ctx **ctx_out)
-{
+dpl_status dpl_ctx_open(int n_threads, dpl_ctx **ctx_out) {
     if (!ctx_out) return dpl_fail(DPL_EINVAL, "dpl_ctx_open: ctx_out is NULL");
     if (n_threads < 0 || n_threads > 4096)
         return dpl_fail(DPL_EINVAL, "threads=%d, expected 0 (all this process may use) to 4096",
@@ -75,8 +72,7 @@ dpl_status dpl_ctx_open(int n_threads, dpl_ctx **ctx_out)
     return dpl_ctx_create(n_threads, false, 0, ctx_out);
 }
 
-void dpl_ctx_close(dpl_ctx **ctx)
-{
+void dpl_ctx_close(dpl_ctx **ctx) {
     if (!ctx || !*ctx) return;
     if ((*ctx)->queue) dpl_ctx_wait(*ctx);
     dpl_pool_close(&(*ctx)->pool);
@@ -87,34 +83,28 @@ void dpl_ctx_close(dpl_ctx **ctx)
     *ctx = NULL;
 }
 
-int dpl_ctx_threads(const dpl_ctx *ctx)
-{
+int dpl_ctx_threads(const dpl_ctx *ctx) {
     return ctx ? dpl_pool_threads(ctx->pool) : 0;
 }
 
-const char *dpl_ctx_cpu_level(const dpl_ctx *ctx)
-{
+const char *dpl_ctx_cpu_level(const dpl_ctx *ctx) {
     return ctx ? dpl_cpu_level_name(ctx->level) : "";
 }
 
-static void run(dpl_ctx *ctx, dpl_phase phase, dpl_op_fn fn, const void *args)
-{
+static void run(dpl_ctx *ctx, dpl_phase phase, dpl_op_fn fn, const void *args) {
     const double start = dpl_now();
     fn(ctx, args);
     ctx->phase_s[phase] += dpl_now() - start;
 }
 
-static void drain(dpl_ctx *ctx)
-{
+static void drain(dpl_ctx *ctx) {
     const queued_op *op = ctx->queue->ops;
-    for (size_t i = 0; i < ctx->queue->n; i++, op++)
-        run(ctx, op->phase, op->fn, op->args);
+    for (size_t i = 0; i < ctx->queue->n; i++, op++) run(ctx, op->phase, op->fn, op->args);
     ctx->queue->n = 0;
 }
 
 void dpl_ctx_submit(dpl_ctx *ctx, dpl_op_fn fn, const void *args, size_t args_bytes,
-                    const dpl_span *outputs, size_t n_outputs)
-{
+                    const dpl_span *outputs, size_t n_outputs) {
     if (!ctx->queue) {
         run(ctx, ctx->phase, fn, args);
         return;
@@ -128,8 +118,7 @@ void dpl_ctx_submit(dpl_ctx *ctx, dpl_op_fn fn, const void *args, size_t args_by
     memcpy(op->args, args, args_bytes);
 }
 
-void dpl_ctx_wait(dpl_ctx *ctx)
-{
+void dpl_ctx_wait(dpl_ctx *ctx) {
     if (!ctx->queue) return;
     drain(ctx);
     // Nothing uses a released block any more: perform the releases that were put off.
@@ -137,8 +126,7 @@ void dpl_ctx_wait(dpl_ctx *ctx)
     dpl_arena_hold(ctx->arena, true);
 }
 
-void dpl_ctx_read(dpl_ctx *ctx, void *host, const void *device, size_t bytes)
-{
+void dpl_ctx_read(dpl_ctx *ctx, void *host, const void *device, size_t bytes) {
     dpl_ctx_wait(ctx);
     memcpy(host, device, bytes);
 }
@@ -149,8 +137,7 @@ typedef struct loop_run {
     const void *args;
 } loop_run;
 
-static void run_part(void *p, size_t i, int i_thread)
-{
+static void run_part(void *p, size_t i, int i_thread) {
     const loop_run *run = p;
     const dpl_loop *loop = &run->loop;
     const size_t first = i * loop->grain, end = DPL_MIN(first + loop->grain, loop->n_rows);
@@ -159,14 +146,12 @@ static void run_part(void *p, size_t i, int i_thread)
     loop->fn(run->args, &part);
 }
 
-void dpl_ctx_loop(dpl_ctx *ctx, dpl_loop loop, const void *args)
-{
+void dpl_ctx_loop(dpl_ctx *ctx, dpl_loop loop, const void *args) {
     loop_run run = {ctx, loop, args};
     dpl_pool_run(ctx->pool, dpl_div_up(loop.n_rows, loop.grain), run_part, &run);
 }
 
-void dpl_run_loop(dpl_ctx *ctx, const void *args)
-{
+void dpl_run_loop(dpl_ctx *ctx, const void *args) {
     dpl_ctx_loop(ctx, *(const dpl_loop *)args, args);
 }
 
@@ -175,13 +160,11 @@ typedef struct rows_call {
     void *arg;
 } rows_call;
 
-static void call_rows(const void *args, const dpl_part *part)
-{
+static void call_rows(const void *args, const dpl_part *part) {
     const rows_call *call = args;
     call->fn(call->arg, part->first, part->end - part->first, part->i, part->i_thread);
 }
 
-void dpl_ctx_rows(dpl_ctx *ctx, size_t n_rows, size_t grain, dpl_rows_fn fn, void *arg)
-{
+void dpl_ctx_rows(dpl_ctx *ctx, size_t n_rows, size_t grain, dpl_rows_fn fn, void *arg) {
     dpl_ctx_loop(ctx, (dpl_loop){call_rows, n_rows, grain}, &(rows_call){fn, arg});
 }

@@ -14,11 +14,12 @@
 typedef struct dpl_kernels dpl_kernels; // kernels.h
 
 // Where a step's time goes; `step_profile=true` prints one row a phase.
-#define DPL_PHASE_MAP(X)                                                                       \
-    X(OTHER, "other")                                                                          \
-    X(GMM, "grouped_gemm") X(GEMM, "dense_gemm") X(ATTENTION, "attention") X(ROUTER, "router") \
-        X(DISPATCH, "dispatch") X(COMBINE, "combine") X(NORM, "norm") X(SWIGLU, "swiglu")      \
-            X(EMBED, "embedding") X(LOSS, "head_loss") X(OPTIMIZER, "optimizer")
+#define DPL_PHASE_MAP(X)                                                                        \
+    X(OTHER, "other")                                                                           \
+    X(GMM, "grouped_gemm")                                                                      \
+    X(GEMM, "dense_gemm") X(ATTENTION, "attention") X(ROUTER, "router") X(DISPATCH, "dispatch") \
+        X(COMBINE, "combine") X(NORM, "norm") X(SWIGLU, "swiglu") X(EMBED, "embedding")         \
+            X(LOSS, "head_loss") X(OPTIMIZER, "optimizer")
 #define DPL_PHASE_ENUM(id, name) DPL_PHASE_##id,
 typedef enum dpl_phase { DPL_PHASE_MAP(DPL_PHASE_ENUM) DPL_PHASE_N } dpl_phase;
 #undef DPL_PHASE_ENUM
@@ -41,8 +42,7 @@ struct dpl_ctx {
 dpl_status dpl_ctx_create(int n_threads, bool deferred, size_t step_bytes, dpl_ctx **ctx_out);
 
 // Sets the phase for what follows and returns the one before, to be set again by the caller.
-static inline dpl_phase dpl_ctx_phase(dpl_ctx *ctx, dpl_phase phase)
-{
+static inline dpl_phase dpl_ctx_phase(dpl_ctx *ctx, dpl_phase phase) {
     const dpl_phase before = ctx->phase;
     ctx->phase = phase;
     return before;
@@ -64,8 +64,7 @@ void dpl_ctx_submit(dpl_ctx *ctx, dpl_op_fn fn, const void *args, size_t args_by
                     const dpl_span *outputs, size_t n_outputs);
 
 // Scratch of this thread inside a task, scratch_bytes long.
-static inline void *dpl_ctx_scratch(const dpl_ctx *ctx, int i_thread)
-{
+static inline void *dpl_ctx_scratch(const dpl_ctx *ctx, int i_thread) {
     return ctx->scratch + (size_t)i_thread * ctx->scratch_bytes;
 }
 
@@ -103,16 +102,13 @@ void dpl_ctx_wait(dpl_ctx *ctx); // until everything submitted has finished
 void dpl_ctx_read(dpl_ctx *ctx, void *host, const void *device, size_t bytes);
 
 // A block of the step arena, and its release in stack order: all that came after a mark.
-static inline void *dpl_ctx_alloc(dpl_ctx *ctx, size_t bytes)
-{
+static inline void *dpl_ctx_alloc(dpl_ctx *ctx, size_t bytes) {
     return dpl_arena_alloc(ctx->arena, bytes);
 }
-static inline size_t dpl_ctx_mark(const dpl_ctx *ctx)
-{
+static inline size_t dpl_ctx_mark(const dpl_ctx *ctx) {
     return dpl_arena_mark(ctx->arena);
 }
-static inline void dpl_ctx_release(dpl_ctx *ctx, size_t mark)
-{
+static inline void dpl_ctx_release(dpl_ctx *ctx, size_t mark) {
     dpl_arena_release(ctx->arena, mark);
 }
 

@@ -54,8 +54,7 @@ typedef struct gemm_block {
     float *packed_a, *packed_b, *rounded;
 } gemm_block;
 
-static size_t group_rows(const dpl_groups *groups, size_t g, size_t *row_out)
-{
+static size_t group_rows(const dpl_groups *groups, size_t g, size_t *row_out) {
     if (!groups->offsets) {
         *row_out = 0;
         return groups->n_rows;
@@ -64,15 +63,13 @@ static size_t group_rows(const dpl_groups *groups, size_t g, size_t *row_out)
     return (size_t)(groups->offsets[g + 1] - groups->offsets[g]);
 }
 
-static double group_cost(const gemm_args *a, size_t rows)
-{
+static double group_cost(const gemm_args *a, size_t rows) {
     return rows ? (double)(rows + ROWS_BYTES) * (double)a->n * (double)a->k : 0;
 }
 
 // How a group is cut into blocks. The cut may follow the number of threads (through cost_task),
 // because no element's chain depends on it.
-static gemm_shape group_shape(const gemm_args *a, size_t g, double cost_task)
-{
+static gemm_shape group_shape(const gemm_args *a, size_t g, double cost_task) {
     gemm_shape s = {0};
     const size_t rows = group_rows(&a->groups, g, &s.row);
     s.m = a->op == WGRAD ? a->k : rows;
@@ -88,37 +85,30 @@ static gemm_shape group_shape(const gemm_args *a, size_t g, double cost_task)
     // Halve the longer side: a square block packs and reads the least for its work.
     while ((double)(s.m_blocks * s.p_blocks) < tasks) {
         const size_t height = s.m / s.m_blocks, width = s.n_cols / s.p_blocks;
-        if (height >= 2 * M_SPLIT && height >= width)
-            s.m_blocks *= 2;
-        else if (width >= 2 * DPL_PANEL)
-            s.p_blocks *= 2;
-        else
-            break;
+        if (height >= 2 * M_SPLIT && height >= width) s.m_blocks *= 2;
+        else if (width >= 2 * DPL_PANEL) s.p_blocks *= 2;
+        else break;
     }
     return s;
 }
 
 // Contraction blocks are even, whole panels long, and depend on the depth only.
-static size_t depth_step(size_t depth)
-{
+static size_t depth_step(size_t depth) {
     const size_t n = DPL_MAX(dpl_div_up(depth, DPL_GEMM_KC), 1);
     return DPL_MAX(dpl_round_up(dpl_div_up(depth, n), DPL_PANEL), 1);
 }
 
-static dpl_gemm_load load_of(dpl_dtype stored, dpl_dtype operand)
-{
+static dpl_gemm_load load_of(dpl_dtype stored, dpl_dtype operand) {
     if (stored == DPL_BF16) return DPL_LOAD_BF16;
     return operand == DPL_BF16 ? DPL_LOAD_ROUNDED : DPL_LOAD_F32;
 }
 
 // Rows m0 .. m0+m of the block's tile i, evenly cut so that no tile is left with a row or two.
-static size_t tile_first(const gemm_block *b, size_t i, size_t n_tiles)
-{
+static size_t tile_first(const gemm_block *b, size_t i, size_t n_tiles) {
     return i * b->m / n_tiles;
 }
 
-static void pack_left(const gemm_block *b, size_t i, size_t n_tiles, size_t l0, size_t depth)
-{
+static void pack_left(const gemm_block *b, size_t i, size_t n_tiles, size_t l0, size_t depth) {
     const gemm_args *a = b->a;
     const dpl_gemm_load load = load_of(a->left.dtype, a->operand);
     const size_t first = tile_first(b, i, n_tiles), m = tile_first(b, i + 1, n_tiles) - first;
@@ -134,8 +124,7 @@ static void pack_left(const gemm_block *b, size_t i, size_t n_tiles, size_t l0, 
 
 // The right operand (depth, 32) of panel p from contraction index l0 on. An F32 weight is used in
 // place.
-static const float *right_panel(const gemm_block *b, size_t p, size_t l0, size_t depth)
-{
+static const float *right_panel(const gemm_block *b, size_t p, size_t l0, size_t depth) {
     const gemm_args *a = b->a;
     const size_t n_valid = DPL_MIN(b->n_cols - p * DPL_PANEL, (size_t)DPL_PANEL);
     if (a->op == WGRAD) {
@@ -165,8 +154,7 @@ static const float *right_panel(const gemm_block *b, size_t p, size_t l0, size_t
 // What the i-th tile of panel p fetches for later. In wgrad, where both operands lie in short
 // pieces: one line of each row of the next panel's right operand, or of the next left operand.
 static dpl_gemm_ahead fetch_wgrad(const gemm_block *b, size_t p, size_t l0, size_t depth, size_t i,
-                                  size_t n_tiles)
-{
+                                  size_t n_tiles) {
     const dpl_mat dy = b->a->right, x = b->a->left;
     const size_t dy_elem = dpl_dtype_bytes(dy.dtype), x_elem = dpl_dtype_bytes(x.dtype);
     const size_t dy_lines = DPL_PANEL * dy_elem / LINE;
@@ -184,8 +172,7 @@ static dpl_gemm_ahead fetch_wgrad(const gemm_block *b, size_t p, size_t l0, size
 // In forward and dgrad: the rows that the next tile packs, or this tile's part of the weight that
 // the next panel uses.
 static dpl_gemm_ahead fetch_ahead(const gemm_block *b, size_t p, size_t l0, size_t depth, size_t i,
-                                  size_t n_tiles)
-{
+                                  size_t n_tiles) {
     const gemm_args *a = b->a;
     if (a->op == WGRAD) return fetch_wgrad(b, p, l0, depth, i, n_tiles);
     if (p == b->p0 && i + 1 < n_tiles) {
@@ -210,8 +197,7 @@ static dpl_gemm_ahead fetch_ahead(const gemm_block *b, size_t p, size_t l0, size
 
 // The left operand is packed on the way of the first panel, tile by tile: while one tile is
 // multiplied, memory brings the next.
-static void panel_product(const gemm_block *b, size_t p, size_t l0, size_t depth, size_t n_tiles)
-{
+static void panel_product(const gemm_block *b, size_t p, size_t l0, size_t depth, size_t n_tiles) {
     const float *right = right_panel(b, p, l0, depth);
     const size_t n = DPL_MIN(b->n_cols - p * DPL_PANEL, (size_t)DPL_PANEL);
     float *c = b->c + (p - b->p0) * b->c_panel;
@@ -223,8 +209,7 @@ static void panel_product(const gemm_block *b, size_t p, size_t l0, size_t depth
     }
 }
 
-static void block_product(const gemm_block *b)
-{
+static void block_product(const gemm_block *b) {
     const size_t n_tiles = dpl_div_up(b->m, b->k->mr), step = depth_step(b->depth);
     size_t l0 = 0;
     do { // Once even if there is nothing to contract: the result is zero then.
@@ -235,8 +220,7 @@ static void block_product(const gemm_block *b)
     } while (l0 < b->depth);
 }
 
-static void store_rounded(const gemm_block *b, void (*to_bf16)(const float *, uint16_t *, size_t))
-{
+static void store_rounded(const gemm_block *b, void (*to_bf16)(const float *, uint16_t *, size_t)) {
     for (size_t i = 0; i < b->m; ++i) {
         for (size_t p = 0; p < b->n_panels; ++p) {
             const size_t col = (b->p0 + p) * DPL_PANEL;
@@ -247,21 +231,17 @@ static void store_rounded(const gemm_block *b, void (*to_bf16)(const float *, ui
     }
 }
 
-static size_t find_group(const size_t *first_task, size_t n_groups, size_t task)
-{
+static size_t find_group(const size_t *first_task, size_t n_groups, size_t task) {
     size_t low = 0, high = n_groups; // first_task[low] <= task < first_task[high]
     while (high - low > 1) {
         const size_t mid = (low + high) / 2;
-        if (first_task[mid] <= task)
-            low = mid;
-        else
-            high = mid;
+        if (first_task[mid] <= task) low = mid;
+        else high = mid;
     }
     return low;
 }
 
-static void run_task(void *arg, size_t i_task, int i_thread)
-{
+static void run_task(void *arg, size_t i_task, int i_thread) {
     const gemm_run *run = arg;
     const gemm_args *a = run->a;
     const size_t g = find_group(a->first_task, a->groups.n, i_task);
@@ -296,14 +276,12 @@ static void run_task(void *arg, size_t i_task, int i_thread)
     if (a->out.dtype == DPL_BF16) store_rounded(&b, run->ctx->kernels->rows.to_bf16);
 }
 
-static void run_gemm(dpl_ctx *ctx, const void *args)
-{
+static void run_gemm(dpl_ctx *ctx, const void *args) {
     const gemm_args *a = args;
     gemm_run run = {.a = a, .ctx = ctx};
     double cost = 0;
     size_t n_tasks = 0, row;
-    for (size_t g = 0; g < a->groups.n; ++g)
-        cost += group_cost(a, group_rows(&a->groups, g, &row));
+    for (size_t g = 0; g < a->groups.n; ++g) cost += group_cost(a, group_rows(&a->groups, g, &row));
     run.cost_task = DPL_MAX(cost / (TASKS * dpl_pool_threads(ctx->pool)), COST_MIN);
     for (size_t g = 0; g < a->groups.n; ++g) {
         const gemm_shape s = group_shape(a, g, run.cost_task);
@@ -314,8 +292,7 @@ static void run_gemm(dpl_ctx *ctx, const void *args)
     if (n_tasks) dpl_pool_run(ctx->pool, n_tasks, run_task, &run);
 }
 
-static void submit_gemm(dpl_ctx *ctx, gemm_args *a)
-{
+static void submit_gemm(dpl_ctx *ctx, gemm_args *a) {
     if (a->groups.n_rows == 0 || a->groups.n == 0 || a->n == 0 || a->k == 0) return;
     const size_t mark = dpl_ctx_mark(ctx);
     a->first_task = dpl_ctx_alloc(ctx, (a->groups.n + 1) * sizeof *a->first_task);
@@ -324,8 +301,7 @@ static void submit_gemm(dpl_ctx *ctx, gemm_args *a)
     dpl_ctx_release(ctx, mark);
 }
 
-void dpl_gemm_forward(dpl_ctx *ctx, dpl_mat x, const dpl_weight *w, dpl_groups groups, dpl_mat y)
-{
+void dpl_gemm_forward(dpl_ctx *ctx, dpl_mat x, const dpl_weight *w, dpl_groups groups, dpl_mat y) {
     gemm_args a = {.op = FORWARD,
                    .left = x,
                    .out = y,
@@ -338,8 +314,7 @@ void dpl_gemm_forward(dpl_ctx *ctx, dpl_mat x, const dpl_weight *w, dpl_groups g
 }
 
 void dpl_gemm_dgrad(dpl_ctx *ctx, dpl_mat dy, const dpl_weight *w, dpl_groups groups, dpl_mat dx,
-                    bool accumulate)
-{
+                    bool accumulate) {
     gemm_args a = {.op = DGRAD,
                    .left = dy,
                    .out = dx,
@@ -353,8 +328,7 @@ void dpl_gemm_dgrad(dpl_ctx *ctx, dpl_mat dy, const dpl_weight *w, dpl_groups gr
 }
 
 void dpl_gemm_wgrad(dpl_ctx *ctx, dpl_mat dy, dpl_mat x, dpl_groups groups, size_t n, size_t k,
-                    dpl_dtype operand, float *dw)
-{
+                    dpl_dtype operand, float *dw) {
     gemm_args a = {.op = WGRAD,
                    .left = x,
                    .right = dy,
@@ -381,8 +355,7 @@ typedef struct panel_run {
     const dpl_gemm_kernels *k;
 } panel_run;
 
-static void panel_task(void *arg, size_t i_task, int i_thread)
-{
+static void panel_task(void *arg, size_t i_task, int i_thread) {
     const panel_run *run = arg;
     const panel_args *a = run->a;
     const size_t n_panels = dpl_div_up(a->n, DPL_PANEL);
@@ -397,24 +370,22 @@ static void panel_task(void *arg, size_t i_task, int i_thread)
     }
 }
 
-static void run_panels(dpl_ctx *ctx, const void *args)
-{
+static void run_panels(dpl_ctx *ctx, const void *args) {
     const panel_args *a = args;
     panel_run run = {a, &ctx->kernels->gemm};
     const size_t n_tasks = a->n_groups * dpl_div_up(a->n, DPL_PANEL);
     if (n_tasks) dpl_pool_run(ctx->pool, n_tasks, panel_task, &run);
 }
 
-void dpl_panel_pack(dpl_ctx *ctx, const float *src, size_t n_groups, size_t n, size_t k, float *dst)
-{
+void dpl_panel_pack(dpl_ctx *ctx, const float *src, size_t n_groups, size_t n, size_t k,
+                    float *dst) {
     const panel_args a = {src, dst, n_groups, n, k, false};
     const dpl_span span = {dst, n_groups * dpl_panel_elems(n, k) * sizeof *dst};
     dpl_ctx_submit(ctx, run_panels, &a, sizeof a, &span, 1);
 }
 
 void dpl_panel_unpack(dpl_ctx *ctx, const float *src, size_t n_groups, size_t n, size_t k,
-                      float *dst)
-{
+                      float *dst) {
     const panel_args a = {src, dst, n_groups, n, k, true};
     const dpl_span span = {dst, n_groups * n * k * sizeof *dst};
     dpl_ctx_submit(ctx, run_panels, &a, sizeof a, &span, 1);
@@ -437,8 +408,7 @@ typedef struct bias_run {
     const dpl_row_kernels *k;
 } bias_run;
 
-static void bias_rows(void *arg, size_t first, size_t count, size_t i_chunk, int i_thread)
-{
+static void bias_rows(void *arg, size_t first, size_t count, size_t i_chunk, int i_thread) {
     const bias_run *run = arg;
     const bias_args *a = run->a;
     (void)i_chunk, (void)i_thread;
@@ -455,14 +425,12 @@ static void bias_rows(void *arg, size_t first, size_t count, size_t i_chunk, int
     }
 }
 
-static void run_bias_forward(dpl_ctx *ctx, const void *args)
-{
+static void run_bias_forward(dpl_ctx *ctx, const void *args) {
     bias_run run = {args, &ctx->kernels->rows};
     dpl_ctx_rows(ctx, run.a->n_rows, dpl_row_grain(run.a->n * sizeof(float)), bias_rows, &run);
 }
 
-static void bias_cols(void *arg, size_t i_task, int i_thread)
-{
+static void bias_cols(void *arg, size_t i_task, int i_thread) {
     const bias_run *run = arg;
     const bias_args *a = run->a;
     const size_t col = i_task * BIAS_COLS, n = DPL_MIN(a->n - col, (size_t)BIAS_COLS);
@@ -474,27 +442,22 @@ static void bias_cols(void *arg, size_t i_task, int i_thread)
             const float *dy = dpl_row_load(run->k, dpl_mat_at(a->y, row, col), 0, n, buffer);
             run->k->add(dy, part, part, n);
         }
-        for (size_t j = 0; j < n; ++j)
-            sum[j] += (double)part[j];
+        for (size_t j = 0; j < n; ++j) sum[j] += (double)part[j];
     }
-    for (size_t j = 0; j < n; ++j)
-        a->dbias[col + j] += (float)sum[j];
+    for (size_t j = 0; j < n; ++j) a->dbias[col + j] += (float)sum[j];
 }
 
-static void run_bias_backward(dpl_ctx *ctx, const void *args)
-{
+static void run_bias_backward(dpl_ctx *ctx, const void *args) {
     bias_run run = {args, &ctx->kernels->rows};
     if (run.a->n) dpl_pool_run(ctx->pool, dpl_div_up(run.a->n, BIAS_COLS), bias_cols, &run);
 }
 
-void dpl_bias_forward(dpl_ctx *ctx, const float *bias, size_t n_rows, size_t n, dpl_mat y)
-{
+void dpl_bias_forward(dpl_ctx *ctx, const float *bias, size_t n_rows, size_t n, dpl_mat y) {
     const bias_args a = {.bias = bias, .n_rows = n_rows, .n = n, .y = y};
     dpl_ctx_submit(ctx, run_bias_forward, &a, sizeof a, NULL, 0);
 }
 
-void dpl_bias_backward(dpl_ctx *ctx, dpl_mat dy, size_t n_rows, size_t n, float *dbias)
-{
+void dpl_bias_backward(dpl_ctx *ctx, dpl_mat dy, size_t n_rows, size_t n, float *dbias) {
     const bias_args a = {.dbias = dbias, .n_rows = n_rows, .n = n, .y = dy};
     dpl_ctx_submit(ctx, run_bias_backward, &a, sizeof a, NULL, 0);
 }

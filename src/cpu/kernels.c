@@ -6,8 +6,7 @@
 static struct dpl_kernels tables[DPL_CPU_N];
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 
-static void fill(void)
-{
+static void fill(void) {
     for (int level = 0; level < DPL_CPU_N; level++) {
         struct dpl_kernels *k = &tables[level];
         dpl_gemm_kernels_ref(&k->gemm);
@@ -23,8 +22,7 @@ static void fill(void)
     }
 }
 
-const struct dpl_kernels *dpl_cpu_kernels(dpl_cpu_level level)
-{
+const struct dpl_kernels *dpl_cpu_kernels(dpl_cpu_level level) {
     pthread_once(&once, fill);
     return &tables[level];
 }

@@ -16,14 +16,12 @@
 #endif
 
 // All ones in the first n of 8 lanes.
-static inline __m256i mask_of(size_t n)
-{
+static inline __m256i mask_of(size_t n) {
     const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
     return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)DPL_MIN(n, (size_t)8)), lanes);
 }
 
-static inline void add_store8(size_t n, float *c, __m256 acc, bool add)
-{
+static inline void add_store8(size_t n, float *c, __m256 acc, bool add) {
     if (n >= 8) {
         _mm256_storeu_ps(c, add ? _mm256_add_ps(_mm256_loadu_ps(c), acc) : acc);
     } else if (n > 0) {
@@ -54,8 +52,7 @@ static inline void add_store8(size_t n, float *c, __m256 acc, bool add)
 static inline __attribute__((always_inline)) void half_rows(size_t m, size_t n, size_t kc,
                                                             const float *a, const float *b,
                                                             float *c, size_t ldc, bool add,
-                                                            dpl_gemm_ahead ahead)
-{
+                                                            dpl_gemm_ahead ahead) {
     const char *fetch = ahead.p;
     size_t left = ahead.run;
     EACH(ZERO)
@@ -71,8 +68,7 @@ static inline __attribute__((always_inline)) void half_rows(size_t m, size_t n, 
 }
 
 static void tile_avx2(size_t m, size_t n, size_t kc, const float *a, const float *b, float *c,
-                      size_t ldc, bool add, dpl_gemm_ahead ahead)
-{
+                      size_t ldc, bool add, dpl_gemm_ahead ahead) {
     for (size_t j = 0; j < n; j += 16) {
         switch (m) {
 #define ROWS(i)                                                    \
@@ -85,14 +81,12 @@ static void tile_avx2(size_t m, size_t n, size_t kc, const float *a, const float
     }
 }
 
-static inline __m256 expand8(__m128i h)
-{
+static inline __m256 expand8(__m128i h) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
 }
 
 // bf16 of 8 fp32 in the low halves; nearest even, NaN made quiet, as dpl_f32_to_bf16 does.
-static inline __m256i round8(__m256 x)
-{
+static inline __m256i round8(__m256 x) {
     const __m256i bits = _mm256_castps_si256(x), high = _mm256_srli_epi32(bits, 16);
     const __m256i odd = _mm256_and_si256(high, _mm256_set1_epi32(1));
     const __m256i bias = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
@@ -102,14 +96,12 @@ static inline __m256i round8(__m256 x)
                               _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
 }
 
-static inline __m256 load8(dpl_gemm_load load, size_t n, const void *src, size_t i)
-{
+static inline __m256 load8(dpl_gemm_load load, size_t n, const void *src, size_t i) {
     if (load == DPL_LOAD_BF16) {
         const uint16_t *p = (const uint16_t *)src + i;
         if (n >= 8) return expand8(_mm_loadu_si128((const __m128i *)p));
         uint16_t some[8] = {0};
-        for (size_t j = 0; j < n; ++j)
-            some[j] = p[j];
+        for (size_t j = 0; j < n; ++j) some[j] = p[j];
         return expand8(_mm_loadu_si128((const __m128i *)some));
     }
     const float *p = (const float *)src + i;
@@ -119,19 +111,14 @@ static inline __m256 load8(dpl_gemm_load load, size_t n, const void *src, size_t
 }
 
 // Stores n lanes, or all 8 where what follows will be overwritten anyway: masked stores are slow.
-static inline void store8(size_t n, bool all, float *dst, __m256 x)
-{
-    if (n >= 8 || all)
-        _mm256_storeu_ps(dst, x);
-    else
-        _mm256_maskstore_ps(dst, mask_of(n), x);
+static inline void store8(size_t n, bool all, float *dst, __m256 x) {
+    if (n >= 8 || all) _mm256_storeu_ps(dst, x);
+    else _mm256_maskstore_ps(dst, mask_of(n), x);
 }
 
-static inline __attribute__((always_inline)) void transpose8(__m256 r[8])
-{
+static inline __attribute__((always_inline)) void transpose8(__m256 r[8]) {
     __m256 t[8];
-    UNROLL for (int i = 0; i < 8; i += 4)
-    {
+    UNROLL for (int i = 0; i < 8; i += 4) {
         const __m256 lo0 = _mm256_unpacklo_ps(r[i], r[i + 1]);
         const __m256 hi0 = _mm256_unpackhi_ps(r[i], r[i + 1]);
         const __m256 lo1 = _mm256_unpacklo_ps(r[i + 2], r[i + 3]);
@@ -141,8 +128,7 @@ static inline __attribute__((always_inline)) void transpose8(__m256 r[8])
         t[i + 2] = _mm256_shuffle_ps(hi0, hi1, 0x44);
         t[i + 3] = _mm256_shuffle_ps(hi0, hi1, 0xee);
     }
-    UNROLL for (int i = 0; i < 4; ++i)
-    {
+    UNROLL for (int i = 0; i < 4; ++i) {
         r[i] = _mm256_permute2f128_ps(t[i], t[i + 4], 0x20);
         r[i + 4] = _mm256_permute2f128_ps(t[i], t[i + 4], 0x31);
     }
@@ -150,17 +136,13 @@ static inline __attribute__((always_inline)) void transpose8(__m256 r[8])
 
 static inline __attribute__((always_inline)) void pack_rows_as(dpl_gemm_load load, size_t m,
                                                                size_t kc, const void *src,
-                                                               size_t ld, size_t w, float *dst)
-{
+                                                               size_t ld, size_t w, float *dst) {
     for (size_t i0 = 0; i0 < w; i0 += 8) {
         for (size_t l0 = 0; l0 < kc; l0 += 8) {
             __m256 r[8];
-            UNROLL for (size_t i = 0; i < 8; ++i)
-            {
-                if (i0 + i < m)
-                    r[i] = load8(load, kc - l0, src, (i0 + i) * ld + l0);
-                else
-                    r[i] = _mm256_setzero_ps();
+            UNROLL for (size_t i = 0; i < 8; ++i) {
+                if (i0 + i < m) r[i] = load8(load, kc - l0, src, (i0 + i) * ld + l0);
+                else r[i] = _mm256_setzero_ps();
             }
             transpose8(r);
             const size_t n_l = DPL_MIN(kc - l0, (size_t)8);
@@ -173,20 +155,15 @@ static inline __attribute__((always_inline)) void pack_rows_as(dpl_gemm_load loa
 }
 
 static void pack_rows_avx2(dpl_gemm_load load, size_t m, size_t kc, const void *src, size_t ld,
-                           size_t w, float *dst)
-{
-    if (load == DPL_LOAD_F32)
-        pack_rows_as(DPL_LOAD_F32, m, kc, src, ld, w, dst);
-    else if (load == DPL_LOAD_BF16)
-        pack_rows_as(DPL_LOAD_BF16, m, kc, src, ld, w, dst);
-    else
-        pack_rows_as(DPL_LOAD_ROUNDED, m, kc, src, ld, w, dst);
+                           size_t w, float *dst) {
+    if (load == DPL_LOAD_F32) pack_rows_as(DPL_LOAD_F32, m, kc, src, ld, w, dst);
+    else if (load == DPL_LOAD_BF16) pack_rows_as(DPL_LOAD_BF16, m, kc, src, ld, w, dst);
+    else pack_rows_as(DPL_LOAD_ROUNDED, m, kc, src, ld, w, dst);
 }
 
 static inline __attribute__((always_inline)) void pack_cols_as(dpl_gemm_load load, size_t m,
                                                                size_t kc, const void *src,
-                                                               size_t ld, size_t w, float *dst)
-{
+                                                               size_t ld, size_t w, float *dst) {
     for (size_t l = 0; l < kc; ++l) {
         for (size_t i = 0; i < w; i += 8) {
             const size_t n = m > i ? m - i : 0;
@@ -197,18 +174,13 @@ static inline __attribute__((always_inline)) void pack_cols_as(dpl_gemm_load loa
 }
 
 static void pack_cols_avx2(dpl_gemm_load load, size_t m, size_t kc, const void *src, size_t ld,
-                           size_t w, float *dst)
-{
-    if (load == DPL_LOAD_F32)
-        pack_cols_as(DPL_LOAD_F32, m, kc, src, ld, w, dst);
-    else if (load == DPL_LOAD_BF16)
-        pack_cols_as(DPL_LOAD_BF16, m, kc, src, ld, w, dst);
-    else
-        pack_cols_as(DPL_LOAD_ROUNDED, m, kc, src, ld, w, dst);
+                           size_t w, float *dst) {
+    if (load == DPL_LOAD_F32) pack_cols_as(DPL_LOAD_F32, m, kc, src, ld, w, dst);
+    else if (load == DPL_LOAD_BF16) pack_cols_as(DPL_LOAD_BF16, m, kc, src, ld, w, dst);
+    else pack_cols_as(DPL_LOAD_ROUNDED, m, kc, src, ld, w, dst);
 }
 
-static double peak_fma_avx2(size_t n_rounds, float *sink)
-{
+static double peak_fma_avx2(size_t n_rounds, float *sink) {
     __m256 acc[12];
     const __m256 scale = _mm256_set1_ps(sink[32]), shift = _mm256_set1_ps(sink[33]);
     UNROLL for (int i = 0; i < 12; ++i) acc[i] = _mm256_set1_ps(sink[i]);
@@ -219,8 +191,7 @@ static double peak_fma_avx2(size_t n_rounds, float *sink)
     return (double)n_rounds * 12 * 8 * 2;
 }
 
-void dpl_gemm_kernels_avx2(dpl_gemm_kernels *k)
-{
+void dpl_gemm_kernels_avx2(dpl_gemm_kernels *k) {
     k->name = "f32_avx2";
     k->mr = MR;
     k->tile = tile_avx2;

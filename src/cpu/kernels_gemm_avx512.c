@@ -15,8 +15,7 @@
 #define UNROLL _Pragma("GCC unroll 32")
 #endif
 
-static inline __mmask16 mask_of(size_t n)
-{
+static inline __mmask16 mask_of(size_t n) {
     return (__mmask16)(n >= 16 ? 0xffffu : (1u << n) - 1);
 }
 
@@ -48,8 +47,7 @@ static inline __mmask16 mask_of(size_t n)
 static inline __attribute__((always_inline)) void tile_rows(size_t m, size_t n, size_t kc,
                                                             const float *a, const float *b,
                                                             float *c, size_t ldc, bool add,
-                                                            dpl_gemm_ahead ahead)
-{
+                                                            dpl_gemm_ahead ahead) {
     const char *fetch = ahead.p;
     size_t left = ahead.run;
     const __mmask16 mask0 = mask_of(n), mask1 = mask_of(n > 16 ? n - 16 : 0);
@@ -66,8 +64,7 @@ static inline __attribute__((always_inline)) void tile_rows(size_t m, size_t n, 
 }
 
 static void tile_avx512(size_t m, size_t n, size_t kc, const float *a, const float *b, float *c,
-                        size_t ldc, bool add, dpl_gemm_ahead ahead)
-{
+                        size_t ldc, bool add, dpl_gemm_ahead ahead) {
     switch (m) {
 #define ROWS(i)                                        \
     case i:                                            \
@@ -82,13 +79,11 @@ static void tile_avx512(size_t m, size_t n, size_t kc, const float *a, const flo
 }
 
 // fp32 bits of 16 bf16; round to nearest even, NaN made quiet, as dpl_f32_to_bf16 does.
-static inline __m512i expand16(__m256i h)
-{
+static inline __m512i expand16(__m256i h) {
     return _mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16);
 }
 
-static inline __m256i round16(__m512 x)
-{
+static inline __m256i round16(__m512 x) {
     const __m512i bits = _mm512_castps_si512(x), high = _mm512_srli_epi32(bits, 16);
     const __m512i odd = _mm512_and_si512(high, _mm512_set1_epi32(1));
     const __m512i bias = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
@@ -98,8 +93,7 @@ static inline __m256i round16(__m512 x)
     return _mm512_cvtepi32_epi16(rounded);
 }
 
-static inline __m512 load16(dpl_gemm_load load, __mmask16 mask, const void *src, size_t i)
-{
+static inline __m512 load16(dpl_gemm_load load, __mmask16 mask, const void *src, size_t i) {
     if (load == DPL_LOAD_BF16) {
         return _mm512_castsi512_ps(
             expand16(_mm256_maskz_loadu_epi16(mask, (const uint16_t *)src + i)));
@@ -108,21 +102,17 @@ static inline __m512 load16(dpl_gemm_load load, __mmask16 mask, const void *src,
     return load == DPL_LOAD_F32 ? x : _mm512_castsi512_ps(expand16(round16(x)));
 }
 
-static inline __m512 pair_lo(__m512 a, __m512 b)
-{
+static inline __m512 pair_lo(__m512 a, __m512 b) {
     return _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
 }
 
-static inline __m512 pair_hi(__m512 a, __m512 b)
-{
+static inline __m512 pair_hi(__m512 a, __m512 b) {
     return _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
 }
 
-static inline __attribute__((always_inline)) void transpose16(__m512 r[16])
-{
+static inline __attribute__((always_inline)) void transpose16(__m512 r[16]) {
     __m512 t[16];
-    UNROLL for (int i = 0; i < 16; i += 4)
-    { // 4x4 blocks inside each 128-bit lane
+    UNROLL for (int i = 0; i < 16; i += 4) { // 4x4 blocks inside each 128-bit lane
         const __m512 lo0 = _mm512_unpacklo_ps(r[i], r[i + 1]);
         const __m512 hi0 = _mm512_unpackhi_ps(r[i], r[i + 1]);
         const __m512 lo1 = _mm512_unpacklo_ps(r[i + 2], r[i + 3]);
@@ -132,8 +122,7 @@ static inline __attribute__((always_inline)) void transpose16(__m512 r[16])
         t[i + 2] = pair_lo(hi0, hi1);
         t[i + 3] = pair_hi(hi0, hi1);
     }
-    UNROLL for (int i = 0; i < 4; ++i)
-    { // then the 4x4 lanes
+    UNROLL for (int i = 0; i < 4; ++i) { // then the 4x4 lanes
         const __m512 x0 = _mm512_shuffle_f32x4(t[i], t[i + 4], 0x88);
         const __m512 x1 = _mm512_shuffle_f32x4(t[i], t[i + 4], 0xdd);
         const __m512 y0 = _mm512_shuffle_f32x4(t[i + 8], t[i + 12], 0x88);
@@ -147,15 +136,13 @@ static inline __attribute__((always_inline)) void transpose16(__m512 r[16])
 
 static inline __attribute__((always_inline)) void pack_rows_as(dpl_gemm_load load, size_t m,
                                                                size_t kc, const void *src,
-                                                               size_t ld, size_t w, float *dst)
-{
+                                                               size_t ld, size_t w, float *dst) {
     for (size_t i0 = 0; i0 < w; i0 += 16) {
         const __mmask16 out = mask_of(w - i0);
         for (size_t l0 = 0; l0 < kc; l0 += 16) {
             const __mmask16 in = mask_of(kc - l0);
             __m512 r[16];
-            UNROLL for (size_t i = 0; i < 16; ++i)
-            {
+            UNROLL for (size_t i = 0; i < 16; ++i) {
                 const bool real = i0 + i < m;
                 r[i] = load16(load, real ? in : 0, src, real ? (i0 + i) * ld + l0 : 0);
             }
@@ -164,28 +151,22 @@ static inline __attribute__((always_inline)) void pack_rows_as(dpl_gemm_load loa
             if (kc - l0 >= 16) {
                 UNROLL for (size_t l = 0; l < 16; ++l) _mm512_mask_storeu_ps(d + l * w, out, r[l]);
             } else {
-                for (size_t l = 0; l < kc - l0; ++l)
-                    _mm512_mask_storeu_ps(d + l * w, out, r[l]);
+                for (size_t l = 0; l < kc - l0; ++l) _mm512_mask_storeu_ps(d + l * w, out, r[l]);
             }
         }
     }
 }
 
 static void pack_rows_avx512(dpl_gemm_load load, size_t m, size_t kc, const void *src, size_t ld,
-                             size_t w, float *dst)
-{
-    if (load == DPL_LOAD_F32)
-        pack_rows_as(DPL_LOAD_F32, m, kc, src, ld, w, dst);
-    else if (load == DPL_LOAD_BF16)
-        pack_rows_as(DPL_LOAD_BF16, m, kc, src, ld, w, dst);
-    else
-        pack_rows_as(DPL_LOAD_ROUNDED, m, kc, src, ld, w, dst);
+                             size_t w, float *dst) {
+    if (load == DPL_LOAD_F32) pack_rows_as(DPL_LOAD_F32, m, kc, src, ld, w, dst);
+    else if (load == DPL_LOAD_BF16) pack_rows_as(DPL_LOAD_BF16, m, kc, src, ld, w, dst);
+    else pack_rows_as(DPL_LOAD_ROUNDED, m, kc, src, ld, w, dst);
 }
 
 static inline __attribute__((always_inline)) void pack_cols_as(dpl_gemm_load load, size_t m,
                                                                size_t kc, const void *src,
-                                                               size_t ld, size_t w, float *dst)
-{
+                                                               size_t ld, size_t w, float *dst) {
     for (size_t i0 = 0; i0 < w; i0 += 16) {
         const __mmask16 out = mask_of(w - i0), in = m > i0 ? mask_of(m - i0) : 0;
         for (size_t l = 0; l < kc; ++l) {
@@ -195,18 +176,13 @@ static inline __attribute__((always_inline)) void pack_cols_as(dpl_gemm_load loa
 }
 
 static void pack_cols_avx512(dpl_gemm_load load, size_t m, size_t kc, const void *src, size_t ld,
-                             size_t w, float *dst)
-{
-    if (load == DPL_LOAD_F32)
-        pack_cols_as(DPL_LOAD_F32, m, kc, src, ld, w, dst);
-    else if (load == DPL_LOAD_BF16)
-        pack_cols_as(DPL_LOAD_BF16, m, kc, src, ld, w, dst);
-    else
-        pack_cols_as(DPL_LOAD_ROUNDED, m, kc, src, ld, w, dst);
+                             size_t w, float *dst) {
+    if (load == DPL_LOAD_F32) pack_cols_as(DPL_LOAD_F32, m, kc, src, ld, w, dst);
+    else if (load == DPL_LOAD_BF16) pack_cols_as(DPL_LOAD_BF16, m, kc, src, ld, w, dst);
+    else pack_cols_as(DPL_LOAD_ROUNDED, m, kc, src, ld, w, dst);
 }
 
-static double peak_fma_avx512(size_t n_rounds, float *sink)
-{
+static double peak_fma_avx512(size_t n_rounds, float *sink) {
     __m512 acc[24];
     const __m512 scale = _mm512_set1_ps(sink[32]), shift = _mm512_set1_ps(sink[33]);
     UNROLL for (int i = 0; i < 24; ++i) acc[i] = _mm512_set1_ps(sink[i]);
@@ -217,8 +193,7 @@ static double peak_fma_avx512(size_t n_rounds, float *sink)
     return (double)n_rounds * 24 * 16 * 2;
 }
 
-void dpl_gemm_kernels_avx512(dpl_gemm_kernels *k)
-{
+void dpl_gemm_kernels_avx512(dpl_gemm_kernels *k) {
     k->name = "f32_avx512";
     k->mr = MR;
     k->tile = tile_avx512;

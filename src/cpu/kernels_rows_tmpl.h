@@ -35,15 +35,13 @@
 typedef float reg __attribute__((vector_size(REG_BYTES)));
 typedef uint32_t reg_u32 __attribute__((vector_size(REG_BYTES)));
 
-static inline reg load(const float *x)
-{
+static inline reg load(const float *x) {
     reg v;
     memcpy(&v, x, sizeof v);
     return v;
 }
 
-static inline void store(float *x, reg v)
-{
+static inline void store(float *x, reg v) {
     memcpy(x, &v, sizeof v);
 }
 
@@ -52,44 +50,37 @@ typedef union word {
     uint32_t u;
 } word;
 
-static inline uint32_t bits_of(float f)
-{
+static inline uint32_t bits_of(float f) {
     return (word){.f = f}.u;
 }
 
-static inline float float_of(uint32_t u)
-{
+static inline float float_of(uint32_t u) {
     return (word){.u = u}.f;
 }
 
 #define INLINE static inline __attribute__((always_inline))
 
 // A kernel that computes `expression` for each i < n.
-#define ELEMENTWISE(name, expression, ...)            \
-    static void row_##name(__VA_ARGS__, size_t n)     \
-    {                                                 \
-        INDEPENDENT for (size_t i = 0; i < n; i++) \
-        {                                             \
-            expression;                               \
-        }                                             \
+#define ELEMENTWISE(name, expression, ...)           \
+    static void row_##name(__VA_ARGS__, size_t n) {  \
+        INDEPENDENT for (size_t i = 0; i < n; i++) { \
+            expression;                              \
+        }                                            \
     }
 
 /* ---- reductions ------------------------------------------------------------------------------ */
 
 // Halves are folded onto each other, so that near lanes meet last.
-INLINE float fold(const void *lanes)
-{
+INLINE float fold(const void *lanes) {
     float t[LANES];
     memcpy(t, lanes, sizeof t);
-    for (int i = 0; i < LANES / 2; i++)
-        t[i] += t[i + LANES / 2];
+    for (int i = 0; i < LANES / 2; i++) t[i] += t[i + LANES / 2];
     return ((t[0] + t[4]) + (t[2] + t[6])) + ((t[1] + t[5]) + (t[3] + t[7]));
 }
 
 // The sum of x * y * z, of which y and z may be NULL. Two sets of lanes hide the latency of the
 // additions; the last elements go into lanes 0, 1, ...
-INLINE float sum_products(const float *x, const float *y, const float *z, size_t n)
-{
+INLINE float sum_products(const float *x, const float *y, const float *z, size_t n) {
     reg sum[2 * N_REGS] = {0};
     size_t i = 0;
     for (; i + 2 * LANES <= n; i += 2 * LANES)
@@ -97,53 +88,42 @@ INLINE float sum_products(const float *x, const float *y, const float *z, size_t
             const reg xy = y ? load(x + j) * load(y + j) : load(x + j);
             sum[r] += z ? xy * load(z + j) : xy;
         }
-    for (int r = 0; r < N_REGS; r++)
-        sum[r] += sum[r + N_REGS];
+    for (int r = 0; r < N_REGS; r++) sum[r] += sum[r + N_REGS];
     float lane[LANES];
     memcpy(lane, sum, sizeof lane);
-    for (; i < n; i++)
-        lane[i % LANES] += (y ? x[i] * y[i] : x[i]) * (z ? z[i] : 1);
+    for (; i < n; i++) lane[i % LANES] += (y ? x[i] * y[i] : x[i]) * (z ? z[i] : 1);
     return fold(lane);
 }
 
-static float row_sum(const float *x, size_t n)
-{
+static float row_sum(const float *x, size_t n) {
     return sum_products(x, NULL, NULL, n);
 }
 
-static float row_dot(const float *x, const float *y, size_t n)
-{
+static float row_dot(const float *x, const float *y, size_t n) {
     return sum_products(x, y, NULL, n);
 }
 
-static float row_norm_dot(const float *dy, const float *gain, const float *x, size_t n)
-{
+static float row_norm_dot(const float *dy, const float *gain, const float *x, size_t n) {
     return sum_products(dy, gain, x, n);
 }
 
 // The larger; a NaN in b is passed over.
-static inline reg max_reg(reg a, reg b)
-{
+static inline reg max_reg(reg a, reg b) {
     const reg_u32 more = (reg_u32)(b > a);
     return (reg)((more & (reg_u32)b) | (~more & (reg_u32)a));
 }
 
-static float row_max(const float *x, size_t n)
-{
+static float row_max(const float *x, size_t n) {
     reg best[4];
-    for (int r = 0; r < 4; r++)
-        best[r] = (reg){0} - INFINITY;
+    for (int r = 0; r < 4; r++) best[r] = (reg){0} - INFINITY;
     size_t i = 0;
     for (; i + 4 * REG <= n; i += 4 * REG)
-        for (int r = 0; r < 4; r++)
-            best[r] = max_reg(best[r], load(x + i + r * REG));
-    for (; i + REG <= n; i += REG)
-        best[0] = max_reg(best[0], load(x + i));
+        for (int r = 0; r < 4; r++) best[r] = max_reg(best[r], load(x + i + r * REG));
+    for (; i + REG <= n; i += REG) best[0] = max_reg(best[0], load(x + i));
     const reg top = max_reg(max_reg(best[0], best[1]), max_reg(best[2], best[3]));
     float lane[REG];
     store(lane, top);
-    for (; i < n; i++)
-        lane[0] = x[i] > lane[0] ? x[i] : lane[0];
+    for (; i < n; i++) lane[0] = x[i] > lane[0] ? x[i] : lane[0];
     for (int half = REG / 2; half > 0; half /= 2)
         for (int l = 0; l < half; l++)
             lane[l] = lane[l + half] > lane[l] ? lane[l + half] : lane[l];
@@ -151,32 +131,27 @@ static float row_max(const float *x, size_t n)
 }
 
 // The square of a float is exact in fp64 and cannot overflow there.
-INLINE double sum_powers_f64(const float *x, size_t n, bool square)
-{
+INLINE double sum_powers_f64(const float *x, size_t n, bool square) {
     double t[LANES / 2] = {0};
     size_t i = 0;
     for (; i + LANES / 2 <= n; i += LANES / 2)
         for (size_t l = 0; l < LANES / 2; l++)
             t[l] += (double)x[i + l] * (square ? (double)x[i + l] : 1);
-    for (size_t l = 0; i < n; i++, l++)
-        t[l] += (double)x[i] * (square ? (double)x[i] : 1);
+    for (size_t l = 0; i < n; i++, l++) t[l] += (double)x[i] * (square ? (double)x[i] : 1);
     return ((t[0] + t[4]) + (t[2] + t[6])) + ((t[1] + t[5]) + (t[3] + t[7]));
 }
 
-static double row_sum_f64(const float *x, size_t n)
-{
+static double row_sum_f64(const float *x, size_t n) {
     return sum_powers_f64(x, n, false);
 }
 
-static double row_sum_squares_f64(const float *x, size_t n)
-{
+static double row_sum_squares_f64(const float *x, size_t n) {
     return sum_powers_f64(x, n, true);
 }
 
 /* ---- elementwise ----------------------------------------------------------------------------- */
 
-static inline uint16_t bf16_of(uint32_t u)
-{
+static inline uint16_t bf16_of(uint32_t u) {
     const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16, nan = (u >> 16) | 0x40u;
     return (uint16_t)((u & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
 }
@@ -192,8 +167,7 @@ ELEMENTWISE(norm_forward, y[i] = x[i] * rstd * gain[i], const float *x, const fl
 // exp without branches: x = n ln 2 + r, |r| <= ln 2 / 2, a polynomial for e^r, and 2^n in two
 // factors, so that results down to the smallest subnormal and up to infinity come out right.
 // This and what stands on it use the vector type: compilers turn such selects into branches.
-static inline reg exp_reg(reg x)
-{
+static inline reg exp_reg(reg x) {
     const float magic = 12582912.0f; // 1.5 * 2^23: adding it rounds to an integer in the low bits
     // The comparisons are false for NaN, which goes through.
     const reg_u32 low = (reg_u32)(x < -104.0f), high = (reg_u32)(x > 89.0f);
@@ -215,14 +189,12 @@ static inline reg exp_reg(reg x)
     return p * (reg)((half - 256 + 127) << 23) * (reg)((k - half - 256 + 127) << 23);
 }
 
-static inline reg sigmoid_reg(reg x)
-{
+static inline reg sigmoid_reg(reg x) {
     return 1.0f / (1.0f + exp_reg(-x));
 }
 
 // The last n % LANES elements are computed in a buffer.
-static float row_exp_sub_sum(const float *x, float sub, float *y, size_t n)
-{
+static float row_exp_sub_sum(const float *x, float sub, float *y, size_t n) {
     reg sum[N_REGS] = {0};
     size_t i = 0;
     for (; i + LANES <= n; i += LANES)
@@ -233,8 +205,7 @@ static float row_exp_sub_sum(const float *x, float sub, float *y, size_t n)
         }
     if (i < n) {
         float t[LANES];
-        for (size_t l = 0; l < LANES; l++)
-            t[l] = i + l < n ? x[i + l] : -INFINITY; // adds 0
+        for (size_t l = 0; l < LANES; l++) t[l] = i + l < n ? x[i + l] : -INFINITY; // adds 0
         for (int r = 0; r < N_REGS; r++) {
             const reg e = exp_reg(load(t + r * REG) - sub);
             sum[r] += e;
@@ -245,11 +216,9 @@ static float row_exp_sub_sum(const float *x, float sub, float *y, size_t n)
     return fold(sum);
 }
 
-static void row_sigmoid(const float *x, float *y, size_t n)
-{
+static void row_sigmoid(const float *x, float *y, size_t n) {
     size_t i = 0;
-    for (; i + REG <= n; i += REG)
-        store(y + i, sigmoid_reg(load(x + i)));
+    for (; i + REG <= n; i += REG) store(y + i, sigmoid_reg(load(x + i)));
     float t[REG] = {0};
     memcpy(t, x + i, (n - i) * sizeof *t);
     store(t, sigmoid_reg(load(t)));
@@ -259,8 +228,7 @@ static void row_sigmoid(const float *x, float *y, size_t n)
 /* ---- RMSNorm and RoPE ------------------------------------------------------------------------ */
 
 static void row_norm_backward(const float *dy, const float *gain, const float *x, float rstd,
-                              float c, bool accumulate, float *dx, float *dgain, size_t n)
-{
+                              float c, bool accumulate, float *dx, float *dgain, size_t n) {
     const uint32_t keep = accumulate ? ~0u : 0; // A mask, as what dx holds may be a NaN.
     INDEPENDENT
     for (size_t i = 0; i < n; i++) {
@@ -271,8 +239,7 @@ static void row_norm_backward(const float *dy, const float *gain, const float *x
 }
 
 static void row_rope_split(const float *cos, const float *sin, float sign, float *lo, float *hi,
-                           size_t n)
-{
+                           size_t n) {
     INDEPENDENT
     for (size_t i = 0; i < n; i++) {
         const float a = lo[i], b = hi[i], s = sign * sin[i];
@@ -281,8 +248,7 @@ static void row_rope_split(const float *cos, const float *sin, float sign, float
     }
 }
 
-static void row_rope_pairs(const float *cos, const float *sin, float sign, float *x, size_t n)
-{
+static void row_rope_pairs(const float *cos, const float *sin, float sign, float *x, size_t n) {
     INDEPENDENT
     for (size_t i = 0; i < n; i++) {
         const float a = x[2 * i], b = x[2 * i + 1], s = sign * sin[i];
@@ -293,19 +259,16 @@ static void row_rope_pairs(const float *cos, const float *sin, float sign, float
 
 /* ---- SwiGLU: gate_up comes in blocks of 16 gate and 16 up columns ---------------------------- */
 
-static inline void swiglu_block(const float *g, float w, float *h)
-{
+static inline void swiglu_block(const float *g, float w, float *h) {
     for (int l = 0; l < LANES; l += REG) {
         const reg gate = load(g + l), up = load(g + l + LANES);
         store(h + l, gate * sigmoid_reg(gate) * up * w);
     }
 }
 
-static void row_swiglu_forward(const float *gate_up, float w, float *h, size_t f)
-{
+static void row_swiglu_forward(const float *gate_up, float w, float *h, size_t f) {
     size_t i = 0;
-    for (; i + LANES <= f; i += LANES)
-        swiglu_block(gate_up + 2 * i, w, h + i);
+    for (; i + LANES <= f; i += LANES) swiglu_block(gate_up + 2 * i, w, h + i);
     if (i < f) {
         float t[LANES];
         swiglu_block(gate_up + 2 * i, w, t);
@@ -314,8 +277,8 @@ static void row_swiglu_forward(const float *gate_up, float w, float *h, size_t f
 }
 
 // d silu(g) = s * (1 + g * (1 - s)), s = sigmoid(g)
-static inline void swiglu_grad_block(const float *dh, const float *g, float w, float *dg, reg *sum)
-{
+static inline void swiglu_grad_block(const float *dh, const float *g, float w, float *dg,
+                                     reg *sum) {
     for (int l = 0; l < LANES; l += REG) {
         const reg gate = load(g + l), up = load(g + l + LANES), d = load(dh + l), dw = d * w;
         const reg s = sigmoid_reg(gate), silu = gate * s;
@@ -326,8 +289,7 @@ static inline void swiglu_grad_block(const float *dh, const float *g, float w, f
 }
 
 static float row_swiglu_backward(const float *dh, const float *gate_up, float w, float *dgate_up,
-                                 size_t f)
-{
+                                 size_t f) {
     reg sum[N_REGS] = {0};
     size_t i = 0;
     for (; i + LANES <= f; i += LANES)
@@ -350,8 +312,7 @@ static float row_swiglu_backward(const float *dh, const float *gate_up, float w,
 
 // Where all of a gradient's history is 0 the update is the decay alone, even with eps = 0.
 static void row_adamw(const dpl_adamw *rule, const float *grad, float *param, float *m, float *v,
-                      size_t n)
-{
+                      size_t n) {
     const dpl_adamw a = *rule;
     const float b1 = (float)a.b1, b2 = (float)a.b2, c1 = (float)(1 - a.b1), c2 = (float)(1 - a.b2);
     INDEPENDENT
@@ -367,16 +328,27 @@ static void row_adamw(const dpl_adamw *rule, const float *grad, float *param, fl
     }
 }
 
-void FILL(dpl_row_kernels *k)
-{
+void FILL(dpl_row_kernels *k) {
     *k = (dpl_row_kernels){
-        .max = row_max, .sum = row_sum, .dot = row_dot, .sum_f64 = row_sum_f64,
-        .sum_squares_f64 = row_sum_squares_f64, .axpy = row_axpy, .add = row_add,
-        .scale = row_scale, .exp_sub_sum = row_exp_sub_sum, .sigmoid = row_sigmoid,
-        .to_bf16 = row_to_bf16, .from_bf16 = row_from_bf16, .norm_forward = row_norm_forward,
-        .norm_dot = row_norm_dot, .norm_backward = row_norm_backward,
-        .rope_split = row_rope_split, .rope_pairs = row_rope_pairs,
-        .swiglu_forward = row_swiglu_forward, .swiglu_backward = row_swiglu_backward,
+        .max = row_max,
+        .sum = row_sum,
+        .dot = row_dot,
+        .sum_f64 = row_sum_f64,
+        .sum_squares_f64 = row_sum_squares_f64,
+        .axpy = row_axpy,
+        .add = row_add,
+        .scale = row_scale,
+        .exp_sub_sum = row_exp_sub_sum,
+        .sigmoid = row_sigmoid,
+        .to_bf16 = row_to_bf16,
+        .from_bf16 = row_from_bf16,
+        .norm_forward = row_norm_forward,
+        .norm_dot = row_norm_dot,
+        .norm_backward = row_norm_backward,
+        .rope_split = row_rope_split,
+        .rope_pairs = row_rope_pairs,
+        .swiglu_forward = row_swiglu_forward,
+        .swiglu_backward = row_swiglu_backward,
         .adamw = row_adamw,
     };
 }

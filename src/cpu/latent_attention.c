@@ -16,8 +16,7 @@ typedef struct latent_args {
 
 // mix (d_latent) = softmax(scores) latent, over positions 0 .. n-1.
 static void attend(const dpl_row_kernels *k, const dpl_latent_attention *a, const float *q_latent,
-                   const float *q_rope, size_t n, float *mix)
-{
+                   const float *q_rope, size_t n, float *mix) {
     float score[POSITIONS], top = -INFINITY, total = 0;
     memset(mix, 0, a->d_latent * sizeof *mix);
     for (size_t p0 = 0; p0 < n; p0 += POSITIONS) {
@@ -36,8 +35,7 @@ static void attend(const dpl_row_kernels *k, const dpl_latent_attention *a, cons
     k->scale(1 / total, mix, a->d_latent);
 }
 
-static void attend_head(const void *args, const dpl_part *part)
-{
+static void attend_head(const void *args, const dpl_part *part) {
     const latent_args *x = args;
     const dpl_latent_attention *a = &x->a;
     const dpl_row_kernels *k = part->k;
@@ -59,8 +57,7 @@ static void attend_head(const void *args, const dpl_part *part)
     dpl_row_store(k, out, 0, y, a->d_v);
 }
 
-void dpl_latent_attention_forward(dpl_ctx *ctx, const dpl_latent_attention *a, dpl_mat out)
-{
+void dpl_latent_attention_forward(dpl_ctx *ctx, const dpl_latent_attention *a, dpl_mat out) {
     const latent_args args = {{attend_head, a->n_rows * a->n_heads, 1}, *a, out};
     DPL_SUBMIT(ctx, dpl_run_loop, args, dpl_row_span(out, a->n_rows, a->n_heads * a->d_v));
 }

@@ -20,16 +20,13 @@ typedef struct dpl_mat {
     dpl_dtype dtype;
 } dpl_mat;
 
-static inline dpl_mat dpl_mat_f32(const float *p, size_t ld)
-{
+static inline dpl_mat dpl_mat_f32(const float *p, size_t ld) {
     return (dpl_mat){(void *)(uintptr_t)p, ld, DPL_F32};
 }
-static inline void *dpl_mat_row(dpl_mat m, size_t row)
-{
+static inline void *dpl_mat_row(dpl_mat m, size_t row) {
     return (uint8_t *)m.p + row * m.ld * dpl_dtype_bytes(m.dtype);
 }
-static inline dpl_mat dpl_mat_at(dpl_mat m, size_t row, size_t col)
-{
+static inline dpl_mat dpl_mat_at(dpl_mat m, size_t row, size_t col) {
     m.p = (uint8_t *)m.p + (row * m.ld + col) * dpl_dtype_bytes(m.dtype);
     return m;
 }
@@ -47,12 +44,10 @@ typedef struct dpl_weight {
     size_t n_groups, n, k;
 } dpl_weight;
 
-static inline size_t dpl_panel_elems(size_t n, size_t k)
-{
+static inline size_t dpl_panel_elems(size_t n, size_t k) {
     return dpl_round_up(n, DPL_PANEL) * k;
 }
-static inline size_t dpl_panel_index(size_t n, size_t k, size_t k_total)
-{
+static inline size_t dpl_panel_index(size_t n, size_t k, size_t k_total) {
     return (n / DPL_PANEL) * DPL_PANEL * k_total + k * DPL_PANEL + n % DPL_PANEL;
 }
 
@@ -63,8 +58,7 @@ typedef struct dpl_groups {
     size_t n_rows;          // all rows, known on the host: offsets[n] <= n_rows
     const int64_t *offsets; // (n + 1), device memory
 } dpl_groups;
-static inline dpl_groups dpl_one_group(size_t n_rows)
-{
+static inline dpl_groups dpl_one_group(size_t n_rows) {
     return (dpl_groups){1, n_rows, NULL};
 }
 
@@ -112,12 +106,10 @@ void dpl_rope_apply(dpl_ctx *ctx, const dpl_rope *rope, size_t n_rows, bool inve
 
 // gate_up (rows, 2 * round_up(f, 16)): blocks of 16 gate then 16 up columns (one panel holds both). Column
 // of gate f: dpl_gate_column(f); its up partner 16 further.
-static inline size_t dpl_gate_column(size_t f)
-{
+static inline size_t dpl_gate_column(size_t f) {
     return f / 16 * 32 + f % 16;
 }
-static inline size_t dpl_gate_up_width(size_t f)
-{
+static inline size_t dpl_gate_up_width(size_t f) {
     return 2 * dpl_round_up(f, 16);
 }
 // h (rows, f) = silu(gate) * up * row_weight[row]; row_weight NULL: 1.

@@ -19,43 +19,36 @@ typedef struct update_args {
     uint16_t *copy;
 } update_args;
 
-static void update(const void *args, const dpl_part *part)
-{
+static void update(const void *args, const dpl_part *part) {
     const update_args *a = args;
     // In pieces, so that the copy is made of parameters that are still in the first cache.
     for (size_t i = part->first; i < part->end; i += DPL_ROW_BLOCK) {
         const size_t n = DPL_MIN(DPL_ROW_BLOCK, part->end - i);
-        if (a->sgd)
-            part->k->axpy(-a->rule.lr * a->rule.grad_scale, a->grad + i, a->param + i, n);
-        else
-            part->k->adamw(&a->rule, a->grad + i, a->param + i, a->m + i, a->v + i, n);
+        if (a->sgd) part->k->axpy(-a->rule.lr * a->rule.grad_scale, a->grad + i, a->param + i, n);
+        else part->k->adamw(&a->rule, a->grad + i, a->param + i, a->m + i, a->v + i, n);
         if (a->copy) part->k->to_bf16(a->param + i, a->copy + i, n);
     }
 }
 
 void dpl_adamw_step(dpl_ctx *ctx, const dpl_adamw *adamw, const float *grad, size_t n, float *param,
-                    float *m, float *v, uint16_t *copy)
-{
+                    float *m, float *v, uint16_t *copy) {
     const update_args args = {{update, n, CHUNK}, false, *adamw, grad, param, m, v, copy};
     DPL_SUBMIT(ctx, dpl_run_loop, args, {copy, copy ? n * sizeof *copy : 0});
 }
 
 void dpl_sgd_step(dpl_ctx *ctx, float lr, float grad_scale, const float *grad, size_t n,
-                  float *param, uint16_t *copy)
-{
+                  float *param, uint16_t *copy) {
     const dpl_adamw rule = {.lr = lr, .grad_scale = grad_scale};
     const update_args args = {{update, n, CHUNK}, true, rule, grad, param, NULL, NULL, copy};
     DPL_SUBMIT(ctx, dpl_run_loop, args, {copy, copy ? n * sizeof *copy : 0});
 }
 
-static void to_bf16(const void *args, const dpl_part *part)
-{
+static void to_bf16(const void *args, const dpl_part *part) {
     const update_args *a = args;
     part->k->to_bf16(a->grad + part->first, a->copy + part->first, part->end - part->first);
 }
 
-void dpl_to_bf16(dpl_ctx *ctx, const float *x, size_t n, uint16_t *y)
-{
+void dpl_to_bf16(dpl_ctx *ctx, const float *x, size_t n, uint16_t *y) {
     const update_args args = {.loop = {to_bf16, n, CHUNK}, .grad = x, .copy = y};
     DPL_SUBMIT(ctx, dpl_run_loop, args, {y, n * sizeof *y});
 }
@@ -67,38 +60,32 @@ typedef struct sum_args {
     double *partial, *out; // partial: one of each part
 } sum_args;
 
-static void sum_part(const void *args, const dpl_part *part)
-{
+static void sum_part(const void *args, const dpl_part *part) {
     const sum_args *a = args;
     const size_t n = part->end - part->first;
     a->partial[part->i] = a->squares ? part->k->sum_squares_f64(a->x + part->first, n)
                                      : part->k->sum_f64(a->x + part->first, n);
 }
 
-static void run_sum(dpl_ctx *ctx, const void *args)
-{
+static void run_sum(dpl_ctx *ctx, const void *args) {
     double partial[PARTIALS], sum = 0;
     sum_args a = *(const sum_args *)args;
     a.partial = partial;
     dpl_ctx_loop(ctx, a.loop, &a);
-    for (size_t i = 0; i < dpl_div_up(a.loop.n_rows, a.loop.grain); i++)
-        sum += partial[i];
+    for (size_t i = 0; i < dpl_div_up(a.loop.n_rows, a.loop.grain); i++) sum += partial[i];
     *a.out = sum;
 }
 
-static void submit_sum(dpl_ctx *ctx, const float *x, size_t n, bool squares, double *sum_out)
-{
+static void submit_sum(dpl_ctx *ctx, const float *x, size_t n, bool squares, double *sum_out) {
     const size_t grain = DPL_MAX(CHUNK, dpl_div_up(n, PARTIALS));
     const sum_args args = {{sum_part, n, grain}, x, squares, NULL, sum_out};
     DPL_SUBMIT(ctx, run_sum, args, {sum_out, sizeof *sum_out});
 }
 
-void dpl_sum(dpl_ctx *ctx, const float *x, size_t n, double *sum_out)
-{
+void dpl_sum(dpl_ctx *ctx, const float *x, size_t n, double *sum_out) {
     submit_sum(ctx, x, n, false, sum_out);
 }
 
-void dpl_sum_squares(dpl_ctx *ctx, const float *x, size_t n, double *sum_out)
-{
+void dpl_sum_squares(dpl_ctx *ctx, const float *x, size_t n, double *sum_out) {
     submit_sum(ctx, x, n, true, sum_out);
 }

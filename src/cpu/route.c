@@ -14,16 +14,14 @@
 #define AUX_ROWS   128    // rows whose sums are taken in one go: part of the result's bits
 #define SLOT_CHUNK 16384  // slots of one sorting task
 
-static bool routed(const int32_t *ids, size_t row, size_t top_k)
-{
+static bool routed(const int32_t *ids, size_t row, size_t top_k) {
     return ids[row * top_k] >= 0;
 }
 
 /* ---- choice and weights ---------------------------------------------------------------------- */
 
 // On the bits and without an early exit, so that it becomes vector code.
-static bool all_finite(const float *x, size_t n)
-{
+static bool all_finite(const float *x, size_t n) {
     const uint32_t exponent = 0x7f800000u;
     uint32_t bad = 0;
     for (size_t i = 0; i < n; i++) {
@@ -35,16 +33,14 @@ static bool all_finite(const float *x, size_t n)
 }
 
 // Writes the softmax of x to y, returns the logsumexp.
-static float softmax_row(const dpl_row_kernels *k, const float *x, float *y, size_t n)
-{
+static float softmax_row(const dpl_row_kernels *k, const float *x, float *y, size_t n) {
     const float max = k->max(x, n), sum = k->exp_sub_sum(x, max, y, n);
     k->scale(1 / sum, y, n);
     return max + logf(sum);
 }
 
 // The `n_best` largest of x in falling order; of equals the lower index. Always distinct indexes.
-static void find_best(const float *x, size_t n, size_t n_best, float *best, int32_t *best_id)
-{
+static void find_best(const float *x, size_t n, size_t n_best, float *best, int32_t *best_id) {
     for (size_t i = 0; i < n; i++) {
         if (i >= n_best && !(x[i] > best[n_best - 1])) continue;
         size_t at = DPL_MIN(i, n_best - 1); // What came first stays first among equals.
@@ -59,8 +55,7 @@ static void find_best(const float *x, size_t n, size_t n_best, float *best, int3
 
 // Sets the choice of experts outside the best groups to -inf. `score` holds 2 * n_groups floats and
 // n_groups ids.
-static void drop_groups(const dpl_route_rule *rule, float *choice, float *score)
-{
+static void drop_groups(const dpl_route_rule *rule, float *choice, float *score) {
     const size_t size = rule->n_experts / rule->n_groups;
     float *best = score + rule->n_groups;
     int32_t *best_id = (int32_t *)(best + rule->n_groups);
@@ -76,8 +71,7 @@ static void drop_groups(const dpl_route_rule *rule, float *choice, float *score)
         score[g] = rule->group_top2 && size > 1 ? first + second : first;
     }
     find_best(score, rule->n_groups, rule->top_groups, best, best_id);
-    for (size_t i = 0; i < rule->top_groups; i++)
-        score[best_id[i]] = NAN; // NaN marks the kept
+    for (size_t i = 0; i < rule->top_groups; i++) score[best_id[i]] = NAN; // NaN marks the kept
     for (size_t g = 0; g < rule->n_groups; g++)
         for (size_t i = g * size; !isnan(score[g]) && i < (g + 1) * size; i++)
             choice[i] = -INFINITY;
@@ -97,8 +91,7 @@ typedef struct route_args {
 } route_args;
 
 // False: a logit or bias is not finite, and nothing but the score was written.
-static bool route_row(const route_args *a, const dpl_row_kernels *k, size_t row, float *choice)
-{
+static bool route_row(const route_args *a, const dpl_row_kernels *k, size_t row, float *choice) {
     const dpl_route_rule *rule = &a->rule;
     const size_t n = rule->n_experts, n_k = rule->top_k;
     const float *logits = a->logits + row * n;
@@ -106,25 +99,21 @@ static bool route_row(const route_args *a, const dpl_row_kernels *k, size_t row,
     int32_t *ids = a->ids + row * n_k;
     memset(score, 0, n * sizeof *score);
     if (!all_finite(logits, n)) return false;
-    if (rule->sigmoid)
-        k->sigmoid(logits, score, n);
-    else
-        softmax_row(k, logits, score, n);
+    if (rule->sigmoid) k->sigmoid(logits, score, n);
+    else softmax_row(k, logits, score, n);
     memcpy(choice, score, n * sizeof *choice);
     if (a->bias) k->add(score, a->bias, choice, n);
     if (!all_finite(choice, n)) return false;
     if (rule->n_groups > 1) drop_groups(rule, choice, work);
     find_best(choice, n, n_k, work, ids);
     float sum = NORM_EPS;
-    for (size_t i = 0; i < n_k; i++)
-        sum += score[ids[i]];
+    for (size_t i = 0; i < n_k; i++) sum += score[ids[i]];
     for (size_t i = 0; i < n_k; i++)
         weights[i] = score[ids[i]] / (rule->norm_topk ? sum : 1) * rule->scale;
     return true;
 }
 
-static void route_rows(const void *args, const dpl_part *part)
-{
+static void route_rows(const void *args, const dpl_part *part) {
     const route_args *a = args;
     const size_t n_k = a->rule.top_k, n = a->rule.n_experts;
     a->part_bad[part->i] = -1;
@@ -140,8 +129,7 @@ static void route_rows(const void *args, const dpl_part *part)
     }
 }
 
-static void run_route_forward(dpl_ctx *ctx, const void *args)
-{
+static void run_route_forward(dpl_ctx *ctx, const void *args) {
     const route_args *a = args;
     dpl_run_loop(ctx, args);
     *a->bad_row = -1;
@@ -151,12 +139,21 @@ static void run_route_forward(dpl_ctx *ctx, const void *args)
 
 void dpl_route_forward(dpl_ctx *ctx, const dpl_route_rule *rule, const float *logits,
                        const float *bias, const int32_t *segment, size_t n_rows, float *score,
-                       int32_t *ids, float *weights, int32_t *bad_row)
-{
+                       int32_t *ids, float *weights, int32_t *bad_row) {
     const size_t mark = dpl_ctx_mark(ctx);
     int32_t *part_bad = dpl_ctx_alloc(ctx, dpl_div_up(n_rows, ROUTE_ROWS) * sizeof(int32_t));
-    const route_args a = {{route_rows, n_rows, ROUTE_ROWS}, *rule, logits, bias, segment, score,
-                          weights, ids, part_bad, bad_row, NULL, NULL};
+    const route_args a = {{route_rows, n_rows, ROUTE_ROWS},
+                          *rule,
+                          logits,
+                          bias,
+                          segment,
+                          score,
+                          weights,
+                          ids,
+                          part_bad,
+                          bad_row,
+                          NULL,
+                          NULL};
     DPL_SUBMIT(ctx, run_route_forward, a, {score, n_rows * rule->n_experts * sizeof *score},
                {ids, n_rows * rule->top_k * sizeof *ids},
                {weights, n_rows * rule->top_k * sizeof *weights}, {bad_row, sizeof *bad_row});
@@ -165,8 +162,7 @@ void dpl_route_forward(dpl_ctx *ctx, const dpl_route_rule *rule, const float *lo
 
 // dlogits of one routed row. Each weight is scale * s_k / sum (or scale * s_k), so with c = the
 // weighted mean of dweights, ds_k = scale * (dw_k - c) / sum. Duplicate ids add up.
-static void route_grad_row(const route_args *a, size_t row, float *dlogits)
-{
+static void route_grad_row(const route_args *a, size_t row, float *dlogits) {
     const dpl_route_rule *rule = &a->rule;
     const float *dweights = a->dweights + row * rule->top_k;
     const float *score = a->score + row * rule->n_experts;
@@ -174,10 +170,8 @@ static void route_grad_row(const route_args *a, size_t row, float *dlogits)
     float sum = 1, mean = 0;
     if (rule->norm_topk) {
         sum = NORM_EPS;
-        for (size_t k = 0; k < rule->top_k; k++)
-            sum += score[ids[k]];
-        for (size_t k = 0; k < rule->top_k; k++)
-            mean += score[ids[k]] / sum * dweights[k];
+        for (size_t k = 0; k < rule->top_k; k++) sum += score[ids[k]];
+        for (size_t k = 0; k < rule->top_k; k++) mean += score[ids[k]] / sum * dweights[k];
     }
     // Through softmax the unchosen experts have a gradient too: -s_e * sum_k s_k ds_k.
     float common = 0;
@@ -188,12 +182,10 @@ static void route_grad_row(const route_args *a, size_t row, float *dlogits)
         common += g;
     }
     if (!rule->sigmoid)
-        for (size_t e = 0; e < rule->n_experts; e++)
-            dlogits[e] -= score[e] * common;
+        for (size_t e = 0; e < rule->n_experts; e++) dlogits[e] -= score[e] * common;
 }
 
-static void route_grad_rows(const void *args, const dpl_part *part)
-{
+static void route_grad_rows(const void *args, const dpl_part *part) {
     const route_args *a = args;
     for (size_t row = part->first; row < part->end; row++) {
         float *dlogits = a->dlogits + row * a->rule.n_experts;
@@ -203,11 +195,13 @@ static void route_grad_rows(const void *args, const dpl_part *part)
 }
 
 void dpl_route_backward(dpl_ctx *ctx, const dpl_route_rule *rule, const float *dweights,
-                        const int32_t *ids, const float *score, size_t n_rows, float *dlogits)
-{
-    const route_args a = {.loop = {route_grad_rows, n_rows, ROUTE_ROWS}, .rule = *rule,
-                          .score = (float *)(uintptr_t)score, .ids = (int32_t *)(uintptr_t)ids,
-                          .dweights = dweights, .dlogits = dlogits};
+                        const int32_t *ids, const float *score, size_t n_rows, float *dlogits) {
+    const route_args a = {.loop = {route_grad_rows, n_rows, ROUTE_ROWS},
+                          .rule = *rule,
+                          .score = (float *)(uintptr_t)score,
+                          .ids = (int32_t *)(uintptr_t)ids,
+                          .dweights = dweights,
+                          .dlogits = dlogits};
     DPL_SUBMIT(ctx, dpl_run_loop, a, {dlogits, n_rows * rule->n_experts * sizeof *dlogits});
 }
 
@@ -230,28 +224,24 @@ enum { TOKENS, Z, F };
 #define P(n_experts)     (F + (n_experts))
 #define WIDTH(n_experts) (F + 2 * (n_experts))
 
-static double *group_sums(const aux_args *a, size_t group)
-{
+static double *group_sums(const aux_args *a, size_t group) {
     return a->sums + group * a->group_chunks * WIDTH(a->rule.n_experts);
 }
 
 // The distribution that P averages; returns what score was divided by (Megatron), else 1.
 static float aux_probability(const aux_args *a, const dpl_row_kernels *k, const float *score,
-                             float *prob)
-{
+                             float *prob) {
     const size_t n = a->rule.n_experts;
     if (a->aux.kind != DPL_BALANCE_MEGATRON) {
         softmax_row(k, score, prob, n);
         return 1;
     }
     const float sum = k->sum(score, n) + NORM_EPS;
-    for (size_t e = 0; e < n; e++)
-        prob[e] = score[e] / sum;
+    for (size_t e = 0; e < n; e++) prob[e] = score[e] / sum;
     return sum;
 }
 
-static void sum_row(const aux_args *a, const dpl_part *part, size_t row, double *sums)
-{
+static void sum_row(const aux_args *a, const dpl_part *part, size_t row, double *sums) {
     const size_t n = a->rule.n_experts, n_k = a->rule.top_k;
     const float *score = a->score + row * n;
     float *work = part->scratch;
@@ -262,20 +252,17 @@ static void sum_row(const aux_args *a, const dpl_part *part, size_t row, double 
     }
     if (a->aux.balance_weight == 0) return;
     aux_probability(a, part->k, score, work);
-    for (size_t e = 0; e < n; e++)
-        sums[P(n) + e] += work[e];
+    for (size_t e = 0; e < n; e++) sums[P(n) + e] += work[e];
     const int32_t *ids = a->ids + row * n_k;
     if (a->aux.kind == DPL_BALANCE_MEGATRON) {
         int32_t *own = (int32_t *)(work + n_k);
         find_best(score, n, n_k, work, own);
         ids = own;
     }
-    for (size_t k = 0; k < n_k; k++)
-        sums[F + ids[k]]++;
+    for (size_t k = 0; k < n_k; k++) sums[F + ids[k]]++;
 }
 
-static void sum_chunk(const void *args, const dpl_part *part)
-{
+static void sum_chunk(const void *args, const dpl_part *part) {
     const aux_args *a = args;
     const size_t width = WIDTH(a->rule.n_experts), chunk = part->first;
     const size_t group = chunk / a->group_chunks, start = chunk % a->group_chunks * AUX_ROWS;
@@ -287,8 +274,7 @@ static void sum_chunk(const void *args, const dpl_part *part)
 }
 
 // Both losses from the sums. Leaves in p of each group dscale * d loss / d prob.
-static void finish_values(aux_args *a)
-{
+static void finish_values(aux_args *a) {
     const size_t n = a->rule.n_experts;
     double n_filled = 0, n_tokens = 0, z = 0, balance = 0;
     for (size_t g = 0; g < a->n_groups; g++) {
@@ -318,16 +304,14 @@ static void finish_values(aux_args *a)
 }
 
 // dlogits += the gradient of the balance loss: through P, then through the score. f has none.
-static void balance_grad_row(const aux_args *a, const dpl_row_kernels *k, size_t row, float *prob)
-{
+static void balance_grad_row(const aux_args *a, const dpl_row_kernels *k, size_t row, float *prob) {
     const size_t n = a->rule.n_experts;
     const double *dprob = group_sums(a, row / a->group_rows) + P(n);
     const float *score = a->score + row * n;
     float *dlogits = a->dlogits + row * n, *dscore = prob + n;
     const float sum = aux_probability(a, k, score, prob);
     double mean = 0, common = 0;
-    for (size_t e = 0; e < n; e++)
-        mean += dprob[e] * prob[e];
+    for (size_t e = 0; e < n; e++) mean += dprob[e] * prob[e];
     for (size_t e = 0; e < n; e++) {
         const double d = dprob[e] - mean;
         dscore[e] = (float)(a->aux.kind == DPL_BALANCE_MEGATRON ? d / sum : d * prob[e]);
@@ -338,8 +322,7 @@ static void balance_grad_row(const aux_args *a, const dpl_row_kernels *k, size_t
                       (a->rule.sigmoid ? dscore[e] * (1 - score[e]) : dscore[e] - (float)common);
 }
 
-static void aux_grad_rows(const void *args, const dpl_part *part)
-{
+static void aux_grad_rows(const void *args, const dpl_part *part) {
     const aux_args *a = args;
     const size_t n = a->rule.n_experts;
     float *work = part->scratch;
@@ -352,8 +335,7 @@ static void aux_grad_rows(const void *args, const dpl_part *part)
     }
 }
 
-static void run_aux(dpl_ctx *ctx, const void *args)
-{
+static void run_aux(dpl_ctx *ctx, const void *args) {
     aux_args a = *(const aux_args *)args;
     dpl_ctx_loop(ctx, (dpl_loop){sum_chunk, a.n_groups * a.group_chunks, 1}, &a);
     finish_values(&a);
@@ -363,16 +345,15 @@ static void run_aux(dpl_ctx *ctx, const void *args)
 
 void dpl_aux_losses(dpl_ctx *ctx, const dpl_route_rule *rule, const dpl_aux *aux,
                     const float *logits, const float *score, const int32_t *ids, double *values_out,
-                    float *dlogits)
-{
+                    float *dlogits) {
     const bool batch = aux->kind == DPL_BALANCE_BATCH;
     const size_t mark = dpl_ctx_mark(ctx);
     aux_args a = {*rule, *aux, logits, score, ids, .values_out = values_out, .dlogits = dlogits};
     a.group_rows = batch ? aux->n_batch * aux->n_seq : aux->n_seq;
     a.n_groups = a.group_rows == 0 ? 0 : batch ? 1 : aux->n_batch;
     a.group_chunks = dpl_div_up(a.group_rows, AUX_ROWS);
-    a.sums = dpl_ctx_alloc(ctx, a.n_groups * a.group_chunks * WIDTH(rule->n_experts) *
-                                    sizeof *a.sums);
+    a.sums = dpl_ctx_alloc(ctx,
+                           a.n_groups * a.group_chunks * WIDTH(rule->n_experts) * sizeof *a.sums);
     DPL_SUBMIT(ctx, run_aux, a, {values_out, 2 * sizeof *values_out});
     dpl_ctx_release(ctx, mark);
 }
@@ -387,8 +368,7 @@ typedef struct permute_args {
     int32_t *slot_row, *row_slot;
 } permute_args;
 
-static void count_slots(const void *args, const dpl_part *part)
-{
+static void count_slots(const void *args, const dpl_part *part) {
     const permute_args *a = args;
     int64_t *count = a->next + part->i * a->n_experts;
     memset(count, 0, a->n_experts * sizeof *count);
@@ -396,8 +376,7 @@ static void count_slots(const void *args, const dpl_part *part)
         if (a->ids[slot] >= 0) count[a->ids[slot]]++;
 }
 
-static void place_slots(const void *args, const dpl_part *part)
-{
+static void place_slots(const void *args, const dpl_part *part) {
     const permute_args *a = args;
     int64_t *next = a->next + part->i * a->n_experts;
     for (size_t slot = part->first; slot < part->end; slot++) {
@@ -408,8 +387,7 @@ static void place_slots(const void *args, const dpl_part *part)
     }
 }
 
-static void run_permute(dpl_ctx *ctx, const void *args)
-{
+static void run_permute(dpl_ctx *ctx, const void *args) {
     const permute_args *a = args;
     dpl_ctx_loop(ctx, (dpl_loop){count_slots, a->n_slots, SLOT_CHUNK}, a);
     int64_t row = 0;
@@ -425,13 +403,11 @@ static void run_permute(dpl_ctx *ctx, const void *args)
     a->offsets[a->n_experts] = row;
     dpl_ctx_loop(ctx, (dpl_loop){place_slots, a->n_slots, SLOT_CHUNK}, a);
     // Rows that no slot fills: a reader that takes them all finds no slot there, never a stale one.
-    for (size_t r = (size_t)row; r < a->n_slots; r++)
-        a->row_slot[r] = -1;
+    for (size_t r = (size_t)row; r < a->n_slots; r++) a->row_slot[r] = -1;
 }
 
 void dpl_permute(dpl_ctx *ctx, const int32_t *ids, size_t n_slots, size_t n_experts,
-                 int64_t *offsets, int32_t *slot_row, int32_t *row_slot)
-{
+                 int64_t *offsets, int32_t *slot_row, int32_t *row_slot) {
     const size_t mark = dpl_ctx_mark(ctx);
     int64_t *next = dpl_ctx_alloc(ctx, dpl_div_up(n_slots, SLOT_CHUNK) * n_experts * sizeof *next);
     const permute_args a = {ids, n_slots, n_experts, next, offsets, slot_row, row_slot};

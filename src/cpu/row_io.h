@@ -14,43 +14,36 @@
 
 // Goes through columns 0 .. d-1 in blocks: `n` of them from `col` on.
 #define DPL_EACH_BLOCK(col, n, d) \
-    for (size_t col = 0, n; n = DPL_MIN(DPL_ROW_BLOCK, (d) - col), col < (d); col += n)
+    for (size_t col = 0, n; n = DPL_MIN(DPL_ROW_BLOCK, (d)-col), col < (d); col += n)
 
 // `n` elements of `row` as fp32: in place, or converted into scratch (n elements).
 static inline const float *dpl_row_load(const dpl_row_kernels *k, dpl_mat m, size_t row, size_t n,
-                                        float *scratch)
-{
+                                        float *scratch) {
     if (m.dtype == DPL_F32) return dpl_mat_row(m, row);
     k->from_bf16(dpl_mat_row(m, row), scratch, n);
     return scratch;
 }
 
 // Where to compute `row`: the row itself, or scratch that dpl_row_store then converts.
-static inline float *dpl_row_target(dpl_mat m, size_t row, float *scratch)
-{
+static inline float *dpl_row_target(dpl_mat m, size_t row, float *scratch) {
     return m.dtype == DPL_F32 ? dpl_mat_row(m, row) : scratch;
 }
 
 static inline void dpl_row_store(const dpl_row_kernels *k, dpl_mat m, size_t row, const float *x,
-                                 size_t n)
-{
+                                 size_t n) {
     void *to = dpl_mat_row(m, row);
-    if (m.dtype == DPL_BF16)
-        k->to_bf16(x, to, n);
-    else if (to != x)
-        memcpy(to, x, n * sizeof *x);
+    if (m.dtype == DPL_BF16) k->to_bf16(x, to, n);
+    else if (to != x) memcpy(to, x, n * sizeof *x);
 }
 
 // Rows of `row_bytes` for one chunk of about 32 KB: enough work to be worth handing to a thread.
-static inline size_t dpl_row_grain(size_t row_bytes)
-{
+static inline size_t dpl_row_grain(size_t row_bytes) {
     return DPL_MAX(1, (size_t)32768 / DPL_MAX(1, row_bytes));
 }
 
 // The block that `n_rows` rows of `d` elements fill, for dpl_ctx_submit; empty where other columns
 // lie between the rows.
-static inline dpl_span dpl_row_span(dpl_mat m, size_t n_rows, size_t d)
-{
+static inline dpl_span dpl_row_span(dpl_mat m, size_t n_rows, size_t d) {
     const size_t bytes = n_rows * d * dpl_dtype_bytes(m.dtype);
     return (dpl_span){m.p, m.ld == d || n_rows <= 1 ? bytes : 0};
 }

@@ -11,18 +11,17 @@
 #include "cpu/row_io.h"
 
 // An output is listed for poisoning unless the operator also reads it.
-static dpl_span span_unless(bool is_read, dpl_mat m, size_t n_rows, size_t d)
-{
+static dpl_span span_unless(bool is_read, dpl_mat m, size_t n_rows, size_t d) {
     return is_read ? (dpl_span){m.p, 0} : dpl_row_span(m, n_rows, d);
 }
 
 typedef struct row_args {
     dpl_loop loop;
     size_t d;
-    dpl_mat a, b, out; // a: x or gate_up; b: its second term or the gradient of what came of it
+    dpl_mat a, b, out;   // a: x or gate_up; b: its second term or the gradient of what came of it
     const float *weight; // norm: gain (d); SwiGLU: of each row
     const float *rstd;
-    float *row_out; // norm: rstd; SwiGLU: gradient of weight
+    float *row_out;         // norm: rstd; SwiGLU: gradient of weight
     float *dgain, *partial; // partial: (parts, d) sums of dgain
     float eps;
     bool accumulate;
@@ -30,8 +29,7 @@ typedef struct row_args {
 
 /* ---- RMSNorm --------------------------------------------------------------------------------- */
 
-static void norm_forward(const void *args, const dpl_part *part)
-{
+static void norm_forward(const void *args, const dpl_part *part) {
     const row_args *a = args;
     const dpl_row_kernels *k = part->k;
     float buf[DPL_ROW_BLOCK];
@@ -54,17 +52,20 @@ static void norm_forward(const void *args, const dpl_part *part)
 }
 
 void dpl_rmsnorm_forward(dpl_ctx *ctx, dpl_mat x, const float *gain, size_t n_rows, size_t d,
-                         float eps, dpl_mat y, float *rstd)
-{
-    const row_args args = {{norm_forward, n_rows, dpl_row_grain(d * 4)}, d, x, .out = y,
-                           .weight = gain, .row_out = rstd, .eps = eps};
+                         float eps, dpl_mat y, float *rstd) {
+    const row_args args = {{norm_forward, n_rows, dpl_row_grain(d * 4)},
+                           d,
+                           x,
+                           .out = y,
+                           .weight = gain,
+                           .row_out = rstd,
+                           .eps = eps};
     DPL_SUBMIT(ctx, dpl_run_loop, args, span_unless(y.p == x.p, y, n_rows, d),
                {rstd, n_rows * sizeof *rstd});
 }
 
 static void norm_backward_row(const row_args *a, const dpl_row_kernels *k, size_t row,
-                              float *dgain)
-{
+                              float *dgain) {
     float buf[DPL_ROW_BLOCK], dy_buf[DPL_ROW_BLOCK];
     double dot = 0;
     DPL_EACH_BLOCK(col, n, a->d) {
@@ -85,8 +86,7 @@ static void norm_backward_row(const row_args *a, const dpl_row_kernels *k, size_
     }
 }
 
-static void norm_backward(const void *args, const dpl_part *part)
-{
+static void norm_backward(const void *args, const dpl_part *part) {
     const row_args *a = args;
     float *dgain = a->partial + part->i * a->d;
     memset(dgain, 0, a->d * sizeof *dgain);
@@ -94,8 +94,7 @@ static void norm_backward(const void *args, const dpl_part *part)
         norm_backward_row(a, part->k, row, dgain);
 }
 
-static void add_partials(const void *args, const dpl_part *part)
-{
+static void add_partials(const void *args, const dpl_part *part) {
     const row_args *a = args;
     float *dgain = a->dgain + part->first;
     for (size_t chunk = 0; chunk < dpl_div_up(a->loop.n_rows, a->loop.grain); chunk++)
@@ -103,21 +102,27 @@ static void add_partials(const void *args, const dpl_part *part)
                      part->end - part->first);
 }
 
-static void run_norm_backward(dpl_ctx *ctx, const void *args)
-{
+static void run_norm_backward(dpl_ctx *ctx, const void *args) {
     const row_args *a = args;
     dpl_run_loop(ctx, args);
     dpl_ctx_loop(ctx, (dpl_loop){add_partials, a->d, 256}, args);
 }
 
 void dpl_rmsnorm_backward(dpl_ctx *ctx, dpl_mat dy, dpl_mat x, const float *gain, const float *rstd,
-                          size_t n_rows, size_t d, dpl_mat dx, bool accumulate, float *dgain)
-{
+                          size_t n_rows, size_t d, dpl_mat dx, bool accumulate, float *dgain) {
     const size_t mark = dpl_ctx_mark(ctx);
     // At most 64 chunks, so that the partial sums of dgain stay small beside the rows.
     const size_t grain = DPL_MAX(4, dpl_div_up(n_rows, 64)), n_chunks = dpl_div_up(n_rows, grain);
-    const row_args args = {{norm_backward, n_rows, grain}, d, x, dy, dx, gain, rstd, NULL,
-                           dgain, .accumulate = accumulate,
+    const row_args args = {{norm_backward, n_rows, grain},
+                           d,
+                           x,
+                           dy,
+                           dx,
+                           gain,
+                           rstd,
+                           NULL,
+                           dgain,
+                           .accumulate = accumulate,
                            .partial = dpl_ctx_alloc(ctx, n_chunks * d * sizeof(float))};
     DPL_SUBMIT(ctx, run_norm_backward, args,
                span_unless(accumulate || dx.p == dy.p || dx.p == x.p, dx, n_rows, d));
@@ -133,8 +138,7 @@ typedef struct rope_args {
     float sign; // of the sine: -1 rotates back
 } rope_args;
 
-static void rope_rows(const void *args, const dpl_part *part)
-{
+static void rope_rows(const void *args, const dpl_part *part) {
     const rope_args *a = args;
     const dpl_rope *r = &a->rope;
     const dpl_row_kernels *k = part->k;
@@ -146,17 +150,14 @@ static void rope_rows(const void *args, const dpl_part *part)
             const dpl_mat at = dpl_mat_at(a->x, row, head * r->head_stride + r->first);
             float *x = dpl_row_target(at, 0, part->scratch);
             dpl_row_load(k, at, 0, r->d_rope, x);
-            if (r->interleaved)
-                k->rope_pairs(cos, sin, a->sign, x, half);
-            else
-                k->rope_split(cos, sin, a->sign, x, x + half, half);
+            if (r->interleaved) k->rope_pairs(cos, sin, a->sign, x, half);
+            else k->rope_split(cos, sin, a->sign, x, x + half, half);
             dpl_row_store(k, at, 0, x, r->d_rope);
         }
     }
 }
 
-void dpl_rope_apply(dpl_ctx *ctx, const dpl_rope *rope, size_t n_rows, bool inverse, dpl_mat x)
-{
+void dpl_rope_apply(dpl_ctx *ctx, const dpl_rope *rope, size_t n_rows, bool inverse, dpl_mat x) {
     const size_t grain = dpl_row_grain(rope->n_heads * rope->d_rope * 4);
     const rope_args args = {{rope_rows, n_rows, grain}, *rope, x, inverse ? -1.0f : 1.0f};
     DPL_SUBMIT(ctx, dpl_run_loop, args, {0});
@@ -164,12 +165,10 @@ void dpl_rope_apply(dpl_ctx *ctx, const dpl_rope *rope, size_t n_rows, bool inve
 
 /* ---- SwiGLU ---------------------------------------------------------------------------------- */
 
-static void swiglu_forward(const void *args, const dpl_part *part)
-{
+static void swiglu_forward(const void *args, const dpl_part *part) {
     const row_args *a = args;
     float buf[2 * DPL_ROW_BLOCK], h_buf[DPL_ROW_BLOCK];
-    for (size_t row = part->first; row < part->end; row++)
-        DPL_EACH_BLOCK(col, n, a->d) {
+    for (size_t row = part->first; row < part->end; row++) DPL_EACH_BLOCK(col, n, a->d) {
             const dpl_mat from = dpl_mat_at(a->a, row, 2 * col), to = dpl_mat_at(a->out, row, col);
             const float *gate_up = dpl_row_load(part->k, from, 0, dpl_gate_up_width(n), buf);
             float *h = dpl_row_target(to, 0, h_buf);
@@ -179,15 +178,13 @@ static void swiglu_forward(const void *args, const dpl_part *part)
 }
 
 void dpl_swiglu_forward(dpl_ctx *ctx, dpl_mat gate_up, const float *row_weight, size_t n_rows,
-                        size_t f, dpl_mat h)
-{
-    const row_args args = {{swiglu_forward, n_rows, dpl_row_grain(f * 8)}, f, gate_up, .out = h,
-                           .weight = row_weight};
+                        size_t f, dpl_mat h) {
+    const row_args args = {
+        {swiglu_forward, n_rows, dpl_row_grain(f * 8)}, f, gate_up, .out = h, .weight = row_weight};
     DPL_SUBMIT(ctx, dpl_run_loop, args, dpl_row_span(h, n_rows, f));
 }
 
-static void swiglu_backward(const void *args, const dpl_part *part)
-{
+static void swiglu_backward(const void *args, const dpl_part *part) {
     const row_args *a = args;
     const dpl_row_kernels *k = part->k;
     float buf[2 * DPL_ROW_BLOCK], dh_buf[DPL_ROW_BLOCK];
@@ -209,10 +206,14 @@ static void swiglu_backward(const void *args, const dpl_part *part)
 }
 
 void dpl_swiglu_backward(dpl_ctx *ctx, dpl_mat dh, dpl_mat gate_up, const float *row_weight,
-                         size_t n_rows, size_t f, dpl_mat dgate_up, float *drow_weight)
-{
-    const row_args args = {{swiglu_backward, n_rows, dpl_row_grain(f * 8)}, f, gate_up, dh,
-                           dgate_up, row_weight, .row_out = drow_weight};
+                         size_t n_rows, size_t f, dpl_mat dgate_up, float *drow_weight) {
+    const row_args args = {{swiglu_backward, n_rows, dpl_row_grain(f * 8)},
+                           f,
+                           gate_up,
+                           dh,
+                           dgate_up,
+                           row_weight,
+                           .row_out = drow_weight};
     DPL_SUBMIT(ctx, dpl_run_loop, args,
                span_unless(dgate_up.p == gate_up.p, dgate_up, n_rows, dpl_gate_up_width(f)),
                {drow_weight, drow_weight ? n_rows * sizeof *drow_weight : 0});
@@ -220,12 +221,10 @@ void dpl_swiglu_backward(dpl_ctx *ctx, dpl_mat dh, dpl_mat gate_up, const float 
 
 /* ---- add, zero ------------------------------------------------------------------------------- */
 
-static void add_rows(const void *args, const dpl_part *part)
-{
+static void add_rows(const void *args, const dpl_part *part) {
     const row_args *x = args;
     float a_buf[DPL_ROW_BLOCK], b_buf[DPL_ROW_BLOCK];
-    for (size_t row = part->first; row < part->end; row++)
-        DPL_EACH_BLOCK(col, n, x->d) {
+    for (size_t row = part->first; row < part->end; row++) DPL_EACH_BLOCK(col, n, x->d) {
             const dpl_mat to = dpl_mat_at(x->out, row, col);
             const float *a = dpl_row_load(part->k, dpl_mat_at(x->a, row, col), 0, n, a_buf);
             const float *b = dpl_row_load(part->k, dpl_mat_at(x->b, row, col), 0, n, b_buf);
@@ -235,8 +234,7 @@ static void add_rows(const void *args, const dpl_part *part)
         }
 }
 
-void dpl_add(dpl_ctx *ctx, dpl_mat a, dpl_mat b, size_t n_rows, size_t d, dpl_mat out)
-{
+void dpl_add(dpl_ctx *ctx, dpl_mat a, dpl_mat b, size_t n_rows, size_t d, dpl_mat out) {
     const row_args args = {{add_rows, n_rows, dpl_row_grain(d * 8)}, d, a, b, .out = out};
     DPL_SUBMIT(ctx, dpl_run_loop, args, span_unless(out.p == a.p || out.p == b.p, out, n_rows, d));
 }
@@ -246,13 +244,11 @@ typedef struct zero_args {
     uint8_t *p;
 } zero_args;
 
-static void zero_bytes(const void *args, const dpl_part *part)
-{
+static void zero_bytes(const void *args, const dpl_part *part) {
     memset(((const zero_args *)args)->p + part->first, 0, part->end - part->first);
 }
 
-void dpl_zero(dpl_ctx *ctx, void *p, size_t bytes)
-{
+void dpl_zero(dpl_ctx *ctx, void *p, size_t bytes) {
     const zero_args args = {{zero_bytes, bytes, (size_t)256 << 10}, p};
     DPL_SUBMIT(ctx, dpl_run_loop, args, {p, bytes});
 }
@@ -273,8 +269,7 @@ typedef struct gather_args {
 #define NO_ROW SIZE_MAX
 
 // Where a row comes from; one that the map sends outside is a row of zeros.
-static size_t source_of(const gather_args *a, size_t row)
-{
+static size_t source_of(const gather_args *a, size_t row) {
     if (!a->map) return row;
     if (row >= a->loop.n_rows || a->map[row] < 0) return NO_ROW;
     const size_t from = (size_t)a->map[row] / a->top_k;
@@ -282,82 +277,80 @@ static size_t source_of(const gather_args *a, size_t row)
 }
 
 // Rows lie anywhere, so the hardware does not see the next one coming.
-static void fetch_ahead(const gather_args *a, size_t from)
-{
+static void fetch_ahead(const gather_args *a, size_t from) {
     if (from == NO_ROW || !a->map || a->in_panels) return;
     const uint8_t *row = dpl_mat_row(a->from, from);
     const size_t bytes = a->d * dpl_dtype_bytes(a->from.dtype);
-    for (size_t i = 0; i < bytes; i += 64)
-        __builtin_prefetch(row + i, 0, 2);
+    for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i, 0, 2);
 }
 
-static void gather_row(const gather_args *a, const dpl_row_kernels *k, size_t from, size_t row)
-{
+static void gather_row(const gather_args *a, const dpl_row_kernels *k, size_t from, size_t row) {
     const void *x = dpl_mat_row(a->from, from);
     void *y = dpl_mat_row(a->to, row);
     if (a->from.dtype == a->to.dtype) // No round trip: the bits of a NaN stay, too.
         memcpy(y, x, a->d * dpl_dtype_bytes(a->to.dtype));
-    else if (a->to.dtype == DPL_BF16)
-        k->to_bf16(x, y, a->d);
-    else
-        k->from_bf16(x, y, a->d);
+    else if (a->to.dtype == DPL_BF16) k->to_bf16(x, y, a->d);
+    else k->from_bf16(x, y, a->d);
 }
 
 static void gather_panel_row(const gather_args *a, const dpl_row_kernels *k, size_t from,
-                             size_t row)
-{
+                             size_t row) {
     float buf[DPL_ROW_BLOCK];
     const float *x = (const float *)a->from.p + dpl_panel_index(from, 0, a->d);
     DPL_EACH_BLOCK(col, n, a->d) {
-        for (size_t i = 0; i < n; i++)
-            buf[i] = x[(col + i) * DPL_PANEL];
+        for (size_t i = 0; i < n; i++) buf[i] = x[(col + i) * DPL_PANEL];
         dpl_row_store(k, dpl_mat_at(a->to, row, col), 0, buf, n);
     }
 }
 
-static void gather_rows(const void *args, const dpl_part *part)
-{
+static void gather_rows(const void *args, const dpl_part *part) {
     const gather_args *a = args;
     size_t next = source_of(a, part->first);
     for (size_t row = part->first; row < part->end; row++) {
         const size_t from = next;
         next = source_of(a, row + 1);
         fetch_ahead(a, next);
-        if (from == NO_ROW)
-            memset(dpl_mat_row(a->to, row), 0, a->d * dpl_dtype_bytes(a->to.dtype));
-        else if (a->in_panels)
-            gather_panel_row(a, part->k, from, row);
-        else
-            gather_row(a, part->k, from, row);
+        if (from == NO_ROW) memset(dpl_mat_row(a->to, row), 0, a->d * dpl_dtype_bytes(a->to.dtype));
+        else if (a->in_panels) gather_panel_row(a, part->k, from, row);
+        else gather_row(a, part->k, from, row);
         if (a->weights) a->row_weight[row] = from == NO_ROW ? 0 : a->weights[a->map[row]];
     }
 }
 
-static void gather(dpl_ctx *ctx, gather_args a, size_t n_rows)
-{
+static void gather(dpl_ctx *ctx, gather_args a, size_t n_rows) {
     a.loop = (dpl_loop){gather_rows, n_rows, dpl_row_grain(a.d * dpl_dtype_bytes(a.to.dtype))};
     DPL_SUBMIT(ctx, dpl_run_loop, a, dpl_row_span(a.to, n_rows, a.d),
                {a.row_weight, a.weights ? n_rows * sizeof *a.row_weight : 0});
 }
 
-void dpl_copy(dpl_ctx *ctx, dpl_mat src, size_t n_rows, size_t d, dpl_mat dst)
-{
+void dpl_copy(dpl_ctx *ctx, dpl_mat src, size_t n_rows, size_t d, dpl_mat dst) {
     gather(ctx, (gather_args){.d = d, .from = src, .to = dst}, n_rows);
 }
 
 void dpl_gather_rows(dpl_ctx *ctx, dpl_mat x, const float *weights, const int32_t *row_slot,
-                     size_t top_k, size_t n_rows, size_t d, dpl_mat rows, float *row_weight)
-{
-    gather(ctx, (gather_args){.d = d, .from = x, .to = rows, .map = row_slot, .top_k = top_k,
-                              .n_from = SIZE_MAX, .weights = weights, .row_weight = row_weight},
+                     size_t top_k, size_t n_rows, size_t d, dpl_mat rows, float *row_weight) {
+    gather(ctx,
+           (gather_args){.d = d,
+                         .from = x,
+                         .to = rows,
+                         .map = row_slot,
+                         .top_k = top_k,
+                         .n_from = SIZE_MAX,
+                         .weights = weights,
+                         .row_weight = row_weight},
            n_rows);
 }
 
 void dpl_embed_forward(dpl_ctx *ctx, const float *table, bool in_panels, const int32_t *ids,
-                       size_t n_rows, size_t v, size_t d, dpl_mat y)
-{
-    gather(ctx, (gather_args){.d = d, .from = dpl_mat_f32(table, d), .to = y, .map = ids,
-                              .in_panels = in_panels, .top_k = 1, .n_from = v},
+                       size_t n_rows, size_t v, size_t d, dpl_mat y) {
+    gather(ctx,
+           (gather_args){.d = d,
+                         .from = dpl_mat_f32(table, d),
+                         .to = y,
+                         .map = ids,
+                         .in_panels = in_panels,
+                         .top_k = 1,
+                         .n_from = v},
            n_rows);
 }
 
@@ -374,8 +367,7 @@ typedef struct embed_grad_args {
 // the ids, and a frequent id does not make one task the last.
 #define EMBED_COLS 64
 
-static void embed_backward(const void *args, const dpl_part *part)
-{
+static void embed_backward(const void *args, const dpl_part *part) {
     const embed_grad_args *a = args;
     const size_t count = part->end - part->first;
     float buf[EMBED_COLS];
@@ -386,18 +378,15 @@ static void embed_backward(const void *args, const dpl_part *part)
         float *to = a->dtable + (a->in_panels ? dpl_panel_index(id, part->first, a->d)
                                               : id * a->d + part->first);
         if (a->in_panels)
-            for (size_t i = 0; i < count; i++)
-                to[i * DPL_PANEL] += dy[i];
-        else
-            part->k->add(to, dy, to, count);
+            for (size_t i = 0; i < count; i++) to[i * DPL_PANEL] += dy[i];
+        else part->k->add(to, dy, to, count);
     }
 }
 
 void dpl_embed_backward(dpl_ctx *ctx, dpl_mat dy, const int32_t *ids, bool in_panels, size_t n_rows,
-                        size_t v, size_t d, float *dtable)
-{
-    const embed_grad_args args = {{embed_backward, d, EMBED_COLS}, dy, ids, in_panels, n_rows, v, d,
-                                  dtable};
+                        size_t v, size_t d, float *dtable) {
+    const embed_grad_args args = {
+        {embed_backward, d, EMBED_COLS}, dy, ids, in_panels, n_rows, v, d, dtable};
     DPL_SUBMIT(ctx, dpl_run_loop, args, {0});
 }
 
@@ -415,8 +404,7 @@ typedef struct combine_args {
 
 // n columns of one token, `rows` and `y` from there on.
 static void combine_block(const combine_args *a, const dpl_row_kernels *k, dpl_mat rows, dpl_mat y,
-                          size_t token, size_t n)
-{
+                          size_t token, size_t n) {
     float sum[DPL_ROW_BLOCK], row[DPL_ROW_BLOCK];
     const int32_t *slot_row = a->slot_row + token * a->top_k;
     float *to = a->accumulate ? sum : dpl_row_target(y, token, sum);
@@ -424,10 +412,8 @@ static void combine_block(const combine_args *a, const dpl_row_kernels *k, dpl_m
     for (size_t i = 0; i < a->top_k; i++) {
         if (slot_row[i] < 0) continue;
         const float *x = dpl_row_load(k, rows, (size_t)slot_row[i], n, row);
-        if (any)
-            k->add(to, x, to, n);
-        else
-            memcpy(to, x, n * sizeof *to);
+        if (any) k->add(to, x, to, n);
+        else memcpy(to, x, n * sizeof *to);
         any = true;
     }
     if (!any) memset(to, 0, n * sizeof *to);
@@ -439,13 +425,11 @@ static void combine_block(const combine_args *a, const dpl_row_kernels *k, dpl_m
     }
 }
 
-static void combine_rows(const void *args, const dpl_part *part)
-{
+static void combine_rows(const void *args, const dpl_part *part) {
     const combine_args *a = args;
     for (size_t token = part->first; token < part->end; token++) {
         DPL_EACH_BLOCK(col, n, a->d)
-            combine_block(a, part->k, dpl_mat_at(a->rows, 0, col), dpl_mat_at(a->y, 0, col), token,
-                          n);
+        combine_block(a, part->k, dpl_mat_at(a->rows, 0, col), dpl_mat_at(a->y, 0, col), token, n);
         if (!a->row_value) continue;
         for (size_t slot = token * a->top_k; slot < (token + 1) * a->top_k; slot++)
             a->slot_value[slot] = a->slot_row[slot] < 0 ? 0 : a->row_value[a->slot_row[slot]];
@@ -454,11 +438,17 @@ static void combine_rows(const void *args, const dpl_part *part)
 
 void dpl_combine_rows(dpl_ctx *ctx, dpl_mat rows, const float *row_value, const int32_t *slot_row,
                       size_t n_tokens, size_t top_k, size_t d, bool accumulate, dpl_mat y,
-                      float *slot_value)
-{
+                      float *slot_value) {
     const size_t grain = dpl_row_grain(d * top_k * dpl_dtype_bytes(rows.dtype));
-    const combine_args a = {{combine_rows, n_tokens, grain}, d, top_k, rows, y, row_value, slot_row,
-                            accumulate, slot_value};
+    const combine_args a = {{combine_rows, n_tokens, grain},
+                            d,
+                            top_k,
+                            rows,
+                            y,
+                            row_value,
+                            slot_row,
+                            accumulate,
+                            slot_value};
     DPL_SUBMIT(ctx, dpl_run_loop, a, span_unless(accumulate, y, n_tokens, d),
                {slot_value, row_value ? n_tokens * top_k * sizeof *slot_value : 0});
 }
@@ -476,17 +466,15 @@ typedef struct xent_args {
 
 // exp(logit - max) never overflows. With a gradient wanted it replaces the logits, else it only
 // passes through a buffer.
-static double xent_sum(const xent_args *a, const dpl_row_kernels *k, float *x, float max)
-{
+static double xent_sum(const xent_args *a, const dpl_row_kernels *k, float *x, float max) {
     float buf[DPL_ROW_BLOCK];
     double sum = 0;
     DPL_EACH_BLOCK(col, n, a->v)
-        sum += (double)k->exp_sub_sum(x + col, max, a->dscale != 0 ? x + col : buf, n);
+    sum += (double)k->exp_sub_sum(x + col, max, a->dscale != 0 ? x + col : buf, n);
     return sum;
 }
 
-static void xent_row(const xent_args *a, const dpl_row_kernels *k, size_t row)
-{
+static void xent_row(const xent_args *a, const dpl_row_kernels *k, size_t row) {
     float *x = a->logits + row * a->ld;
     const int32_t target = a->targets[row];
     if (target < 0) {
@@ -506,17 +494,14 @@ static void xent_row(const xent_args *a, const dpl_row_kernels *k, size_t row)
     x[target] -= a->dscale;
 }
 
-static void xent_rows(const void *args, const dpl_part *part)
-{
-    for (size_t row = part->first; row < part->end; row++)
-        xent_row(args, part->k, row);
+static void xent_rows(const void *args, const dpl_part *part) {
+    for (size_t row = part->first; row < part->end; row++) xent_row(args, part->k, row);
 }
 
 void dpl_xent(dpl_ctx *ctx, float *logits, size_t ld, const int32_t *targets, size_t n_rows,
-              size_t v, float z, float dscale, float *loss, float *zloss)
-{
-    const xent_args args = {{xent_rows, n_rows, dpl_row_grain(v * 4)}, logits, ld, v, targets, z,
-                            dscale, loss, zloss};
+              size_t v, float z, float dscale, float *loss, float *zloss) {
+    const xent_args args = {
+        {xent_rows, n_rows, dpl_row_grain(v * 4)}, logits, ld, v, targets, z, dscale, loss, zloss};
     DPL_SUBMIT(ctx, dpl_run_loop, args, {loss, n_rows * sizeof *loss},
                {zloss, n_rows * sizeof *zloss});
 }

@@ -20,29 +20,24 @@
 
 static atomic_size_t fault_countdown;
 
-void dpl_fault_write(size_t nth)
-{
+void dpl_fault_write(size_t nth) {
     atomic_store(&fault_countdown, nth);
 }
 
-static bool fault_strikes(void)
-{
+static bool fault_strikes(void) {
     size_t left = atomic_load(&fault_countdown);
-    while (left > 0 && !atomic_compare_exchange_weak(&fault_countdown, &left, left - 1))
-        continue;
+    while (left > 0 && !atomic_compare_exchange_weak(&fault_countdown, &left, left - 1)) continue;
     if (left == 1) errno = ENOSPC;
     return left == 1;
 }
 
-static dpl_status fail_long(const char *path)
-{
+static dpl_status fail_long(const char *path) {
     return dpl_fail(DPL_EIO, "path longer than %d bytes: %.60s...", PATH_MAX - 1, path);
 }
 
 /* ---- reading -------------------------------------------------------------------------------- */
 
-dpl_status dpl_map_open(const char *path, dpl_map *map_out)
-{
+dpl_status dpl_map_open(const char *path, dpl_map *map_out) {
     if (strlen(path) >= PATH_MAX) return fail_long(path); // Else the reason is cut off.
     // A fifo without a writer would block; the kind is only known after opening.
     const int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
@@ -50,8 +45,7 @@ dpl_status dpl_map_open(const char *path, dpl_map *map_out)
     struct stat st;
     dpl_status status = DPL_OK;
     void *data = NULL;
-    if (fstat(fd, &st) != 0)
-        status = dpl_fail(DPL_EIO, "cannot read %s: %m", path);
+    if (fstat(fd, &st) != 0) status = dpl_fail(DPL_EIO, "cannot read %s: %m", path);
     else if (!S_ISREG(st.st_mode))
         status = dpl_fail(DPL_EIO, "cannot read %s: not a regular file", path);
     else if (st.st_size > 0) // The system refuses mappings of nothing.
@@ -62,27 +56,23 @@ dpl_status dpl_map_open(const char *path, dpl_map *map_out)
     return status;
 }
 
-void dpl_map_close(dpl_map *map)
-{
+void dpl_map_close(dpl_map *map) {
     if (map->bytes > 0) munmap((void *)(uintptr_t)map->data, map->bytes);
     *map = (dpl_map){NULL, 0};
 }
 
 /* ---- paths ---------------------------------------------------------------------------------- */
 
-bool dpl_path_exists(const char *path)
-{
+bool dpl_path_exists(const char *path) {
     return access(path, F_OK) == 0;
 }
 
-bool dpl_path_is_dir(const char *path)
-{
+bool dpl_path_is_dir(const char *path) {
     struct stat st;
     return stat(path, &st) == 0 && S_ISDIR(st.st_mode);
 }
 
-dpl_status dpl_path_join(const char *dir, const char *name, char *out)
-{
+dpl_status dpl_path_join(const char *dir, const char *name, char *out) {
     const size_t n = strlen(dir);
     const bool slash = n > 0 && dir[n - 1] != '/';
     if (n + slash + strlen(name) >= PATH_MAX) return fail_long(n > 0 ? dir : name);
@@ -92,8 +82,7 @@ dpl_status dpl_path_join(const char *dir, const char *name, char *out)
 }
 
 // The folder of "DIR/NAME", and "DIR/.NAME.tmp"; both have room for PATH_MAX bytes.
-static dpl_status split_path(const char *path, char *dir, char *temp)
-{
+static dpl_status split_path(const char *path, char *dir, char *temp) {
     char copy[PATH_MAX], hidden[PATH_MAX + 8];
     if (strlen(path) >= PATH_MAX) return fail_long(path);
     const char *name = basename(strcpy(copy, path));
@@ -104,8 +93,7 @@ static dpl_status split_path(const char *path, char *dir, char *temp)
     return dpl_path_join(dir, hidden, temp);
 }
 
-dpl_status dpl_make_dirs(const char *path)
-{
+dpl_status dpl_make_dirs(const char *path) {
     char part[PATH_MAX];
     DPL_TRY(dpl_path_join(path, "", part));
     for (char *at = part; (at = strchr(at + 1, '/')); *at = '/') {
@@ -117,37 +105,32 @@ dpl_status dpl_make_dirs(const char *path)
     return DPL_OK;
 }
 
-static int remove_one(const char *path, const struct stat *st, int kind, struct FTW *where)
-{
+static int remove_one(const char *path, const struct stat *st, int kind, struct FTW *where) {
     (void)st, (void)kind, (void)where;
     return remove(path) == 0 ? 0 : (int)dpl_fail(DPL_EIO, "cannot remove %s: %m", path);
 }
 
 // Calls fn for everything below `path` and for itself, contents before their folder.
-static dpl_status walk(const char *path, __nftw_func_t fn)
-{
+static dpl_status walk(const char *path, __nftw_func_t fn) {
     const int rc = nftw(path, fn, N_OPEN_MAX, FTW_DEPTH | FTW_PHYS);
     if (rc != -1) return (dpl_status)rc; // fn's own, which is never DPL_EINVAL
     return errno == ENOENT ? DPL_OK : dpl_fail(DPL_EIO, "cannot read %s: %m", path);
 }
 
-dpl_status dpl_remove_tree(const char *path)
-{
+dpl_status dpl_remove_tree(const char *path) {
     return walk(path, remove_one);
 }
 
 /* ---- syncing and renaming ------------------------------------------------------------------- */
 
-static dpl_status sync_fd(int fd, const char *path)
-{
+static dpl_status sync_fd(int fd, const char *path) {
     // Some file systems have nothing to sync for a folder and say EINVAL.
     if (fault_strikes() || (fsync(fd) != 0 && errno != EINVAL))
         return dpl_fail(DPL_EIO, "cannot sync %s: %m", path);
     return DPL_OK;
 }
 
-static dpl_status sync_path(const char *path)
-{
+static dpl_status sync_path(const char *path) {
     const int fd = open(path, O_RDONLY | O_CLOEXEC);
     if (fd < 0) return dpl_fail(DPL_EIO, "cannot open %s: %m", path);
     const dpl_status status = sync_fd(fd, path);
@@ -155,29 +138,25 @@ static dpl_status sync_path(const char *path)
     return status;
 }
 
-static int sync_one(const char *path, const struct stat *st, int kind, struct FTW *where)
-{
+static int sync_one(const char *path, const struct stat *st, int kind, struct FTW *where) {
     (void)st, (void)where;
     return kind == FTW_SL ? 0 : (int)sync_path(path);
 }
 
-static int rename_path(const char *from, const char *to, unsigned flags)
-{
+static int rename_path(const char *from, const char *to, unsigned flags) {
     return fault_strikes() ? -1 : renameat2(AT_FDCWD, from, AT_FDCWD, to, flags);
 }
 
 /* ---- files ---------------------------------------------------------------------------------- */
 
-dpl_status dpl_out_open(const char *path, dpl_out *out)
-{
+dpl_status dpl_out_open(const char *path, dpl_out *out) {
     DPL_TRY(split_path(path, out->dir, out->temp));
     strcpy(out->path, path);
     out->fd = open(out->temp, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0666);
     return out->fd >= 0 ? DPL_OK : dpl_fail(DPL_EIO, "cannot create %s: %m", out->temp);
 }
 
-dpl_status dpl_out_write(dpl_out *out, const void *data, size_t bytes)
-{
+dpl_status dpl_out_write(dpl_out *out, const void *data, size_t bytes) {
     const char *at = data;
     const bool fault = bytes > 0 && fault_strikes();
     for (size_t left = fault ? bytes / 2 : bytes; left > 0;) {
@@ -192,8 +171,7 @@ dpl_status dpl_out_write(dpl_out *out, const void *data, size_t bytes)
     return dpl_fail(DPL_EIO, "cannot write %s: %m", out->path);
 }
 
-dpl_status dpl_out_commit(dpl_out *out)
-{
+dpl_status dpl_out_commit(dpl_out *out) {
     dpl_status status = sync_fd(out->fd, out->path);
     // Some file systems report a full disk only here.
     if (close(out->fd) != 0 && status == DPL_OK)
@@ -209,16 +187,14 @@ dpl_status dpl_out_commit(dpl_out *out)
     return status;
 }
 
-void dpl_out_abandon(dpl_out *out)
-{
+void dpl_out_abandon(dpl_out *out) {
     if (out->fd >= 0) close(out->fd);
     out->fd = -1;
     unlink(out->temp);
     out->temp[0] = '\0';
 }
 
-dpl_status dpl_write_file(const char *path, const void *data, size_t bytes)
-{
+dpl_status dpl_write_file(const char *path, const void *data, size_t bytes) {
     dpl_out out;
     DPL_TRY(dpl_out_open(path, &out));
     dpl_status status = dpl_out_write(&out, data, bytes);
@@ -229,8 +205,7 @@ dpl_status dpl_write_file(const char *path, const void *data, size_t bytes)
 
 /* ---- directories ---------------------------------------------------------------------------- */
 
-dpl_status dpl_stage_open(const char *final_path, char *staged_path_out, size_t path_size)
-{
+dpl_status dpl_stage_open(const char *final_path, char *staged_path_out, size_t path_size) {
     char temp[PATH_MAX], dir[PATH_MAX];
     DPL_TRY(split_path(final_path, dir, temp));
     if (strlen(temp) >= path_size)
@@ -242,8 +217,7 @@ dpl_status dpl_stage_open(const char *final_path, char *staged_path_out, size_t 
     return DPL_OK;
 }
 
-dpl_status dpl_stage_commit(const char *staged_path, const char *final_path)
-{
+dpl_status dpl_stage_commit(const char *staged_path, const char *final_path) {
     char dir[PATH_MAX], temp[PATH_MAX];
     DPL_TRY(split_path(final_path, dir, temp));
     DPL_TRY(walk(staged_path, sync_one));
@@ -253,8 +227,10 @@ dpl_status dpl_stage_commit(const char *staged_path, const char *final_path)
     const bool swap = rc != 0 && (errno == ENOTEMPTY || errno == EEXIST);
     if (swap) rc = rename_path(staged_path, final_path, RENAME_EXCHANGE);
     if (swap && rc != 0 && (errno == EINVAL || errno == ENOSYS))
-        return dpl_fail(DPL_ENOSUP, "this file system cannot replace %s in one step: remove it "
-                        "first", final_path);
+        return dpl_fail(DPL_ENOSUP,
+                        "this file system cannot replace %s in one step: remove it "
+                        "first",
+                        final_path);
     if (rc != 0) return dpl_fail(DPL_EIO, "cannot rename %s to %s: %m", staged_path, final_path);
     DPL_TRY(sync_path(dir));
     if (swap && dpl_remove_tree(staged_path) != DPL_OK)
@@ -262,7 +238,6 @@ dpl_status dpl_stage_commit(const char *staged_path, const char *final_path)
     return DPL_OK;
 }
 
-void dpl_stage_abandon(const char *staged_path)
-{
+void dpl_stage_abandon(const char *staged_path) {
     if (dpl_remove_tree(staged_path) != DPL_OK) dpl_log("%s", dpl_error_message());
 }

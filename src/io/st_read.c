@@ -13,7 +13,6 @@
 
 #include "io/io.h"
 
-
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "files are read as they lie in memory");
 
 struct dpl_st_file {
@@ -34,26 +33,21 @@ static const struct {
 #undef ROW
 };
 
-const char *dpl_st_dtype_name(dpl_st_dtype dtype)
-{
+const char *dpl_st_dtype_name(dpl_st_dtype dtype) {
     return dtypes[dtype].name;
 }
 
-size_t dpl_st_dtype_bytes(dpl_st_dtype dtype)
-{
+size_t dpl_st_dtype_bytes(dpl_st_dtype dtype) {
     return dtypes[dtype].bytes;
 }
 
-size_t dpl_st_elems(const dpl_st_tensor *tensor)
-{
+size_t dpl_st_elems(const dpl_st_tensor *tensor) {
     size_t n = 1;
-    for (int i = 0; i < tensor->rank; i++)
-        n *= (size_t)tensor->shape[i];
+    for (int i = 0; i < tensor->rank; i++) n *= (size_t)tensor->shape[i];
     return n;
 }
 
-bool dpl_st_shape_bytes(const dpl_st_tensor *tensor, uint64_t *bytes_out)
-{
+bool dpl_st_shape_bytes(const dpl_st_tensor *tensor, uint64_t *bytes_out) {
     if ((unsigned)tensor->dtype >= DPL_ST_N || (unsigned)tensor->rank > DPL_ST_RANK_MAX)
         return false;
     int64_t bytes = (int64_t)dtypes[tensor->dtype].bytes;
@@ -67,8 +61,7 @@ bool dpl_st_shape_bytes(const dpl_st_tensor *tensor, uint64_t *bytes_out)
 /* ---- the header ----------------------------------------------------------------------------- */
 
 // The byte of the file at which a tensor's entry starts; the header's start for an escaped name.
-static size_t entry_offset(const dpl_st_file *file, const char *name)
-{
+static size_t entry_offset(const dpl_st_file *file, const char *name) {
     char quoted[256];
     snprintf(quoted, sizeof quoted, "\"%.250s\"", name);
     const uint8_t *header = file->map.data + 8;
@@ -77,13 +70,11 @@ static size_t entry_offset(const dpl_st_file *file, const char *name)
 }
 
 // Fills `tensor`, but for its name, from its entry. Returns what is wrong, or NULL.
-static const char *parse_tensor(const dpl_st_file *file, json_t *entry, dpl_st_tensor *tensor)
-{
+static const char *parse_tensor(const dpl_st_file *file, json_t *entry, dpl_st_tensor *tensor) {
     const char *dtype = json_string_value(json_object_get(entry, "dtype"));
     const json_t *shape = json_object_get(entry, "shape");
     if (!dtype) return "no dtype";
-    while (tensor->dtype < DPL_ST_N && strcmp(dtypes[tensor->dtype].name, dtype))
-        tensor->dtype++;
+    while (tensor->dtype < DPL_ST_N && strcmp(dtypes[tensor->dtype].name, dtype)) tensor->dtype++;
     if (tensor->dtype == DPL_ST_N) return "an unknown dtype";
 
     if (!json_is_array(shape)) return "no shape";
@@ -108,22 +99,19 @@ static const char *parse_tensor(const dpl_st_file *file, json_t *entry, dpl_st_t
     return NULL;
 }
 
-static int by_data(const void *a, const void *b)
-{
+static int by_data(const void *a, const void *b) {
     const dpl_st_tensor *x = a, *y = b;
     if (x->data != y->data) return x->data < y->data ? -1 : 1;
     // Tensors without elements may share a place; they come before what is there.
     return x->bytes != y->bytes ? (x->bytes < y->bytes ? -1 : 1) : strcmp(x->name, y->name);
 }
 
-static int by_name(const void *a, const void *b)
-{
+static int by_name(const void *a, const void *b) {
     return strcmp(((const dpl_st_tensor *)a)->name, ((const dpl_st_tensor *)b)->name);
 }
 
 // Each tensor must start where the one before it ended, the last must end with the file.
-static dpl_status check_layout(dpl_st_file *file)
-{
+static dpl_status check_layout(dpl_st_file *file) {
     qsort(file->tensors, file->n_tensors, sizeof *file->tensors, by_data);
     const uint8_t *expected = file->data, *end = file->map.data + file->map.bytes;
     for (size_t i = 0; i < file->n_tensors; i++) {
@@ -141,22 +129,19 @@ static dpl_status check_layout(dpl_st_file *file)
                     (size_t)(expected - file->map.data), (size_t)(end - expected));
 }
 
-static bool is_string_map(json_t *metadata)
-{
+static bool is_string_map(json_t *metadata) {
     const char *key;
     json_t *value;
     json_object_foreach(metadata, key, value) if (!json_is_string(value)) return false;
     return json_is_object(metadata);
 }
 
-static dpl_status take_tensors(dpl_st_file *file)
-{
+static dpl_status take_tensors(dpl_st_file *file) {
     const char *name;
     json_t *entry;
     file->tensors = dpl_alloc_array(json_object_size(file->header), sizeof *file->tensors);
     if (!file->tensors) return dpl_fail(DPL_ENOMEM, "no memory for the header of %s", file->path);
-    json_object_foreach(file->header, name, entry)
-    {
+    json_object_foreach(file->header, name, entry) {
         if (!strcmp(name, "__metadata__")) {
             if (is_string_map(entry)) continue;
             return dpl_fail(DPL_EFORMAT, "%s: byte %zu: __metadata__ is not a map of strings",
@@ -172,8 +157,7 @@ static dpl_status take_tensors(dpl_st_file *file)
     return check_layout(file);
 }
 
-static dpl_status read_header(dpl_st_file *file)
-{
+static dpl_status read_header(dpl_st_file *file) {
     const dpl_map *map = &file->map;
     uint64_t bytes;
     if (map->bytes < 8)
@@ -181,9 +165,10 @@ static dpl_status read_header(dpl_st_file *file)
                         file->path, map->bytes);
     memcpy(&bytes, map->data, 8);
     if (bytes > DPL_ST_HEADER_MAX || bytes > map->bytes - 8 || bytes < 2)
-        return dpl_fail(DPL_EFORMAT, "%s: byte 0: a header of %llu bytes in a file of %zu; not a "
-                        "whole safetensors file", file->path, (unsigned long long)bytes,
-                        map->bytes);
+        return dpl_fail(DPL_EFORMAT,
+                        "%s: byte 0: a header of %llu bytes in a file of %zu; not a "
+                        "whole safetensors file",
+                        file->path, (unsigned long long)bytes, map->bytes);
     file->data = map->data + 8 + bytes;
     if (map->data[8] != '{')
         return dpl_fail(DPL_EFORMAT, "%s: byte 8: the header does not start with '{'", file->path);
@@ -196,19 +181,18 @@ static dpl_status read_header(dpl_st_file *file)
 
 /* ---- one file ------------------------------------------------------------------------------- */
 
-dpl_status dpl_st_open(const char *path, dpl_st_file **file_out)
-{
+dpl_status dpl_st_open(const char *path, dpl_st_file **file_out) {
     dpl_st_file *file = dpl_alloc(sizeof *file);
-    dpl_status status = file && (file->path = dpl_strdup(path)) ? dpl_map_open(path, &file->map)
-                        : dpl_fail(DPL_ENOMEM, "no memory to open %s", path);
+    dpl_status status = file && (file->path = dpl_strdup(path))
+                            ? dpl_map_open(path, &file->map)
+                            : dpl_fail(DPL_ENOMEM, "no memory to open %s", path);
     if (status == DPL_OK) status = read_header(file);
     if (status == DPL_OK) *file_out = file;
     else dpl_st_close(&file);
     return status;
 }
 
-void dpl_st_close(dpl_st_file **file)
-{
+void dpl_st_close(dpl_st_file **file) {
     if (!file || !*file) return;
     dpl_map_close(&(*file)->map);
     dpl_free((*file)->tensors);
@@ -218,36 +202,30 @@ void dpl_st_close(dpl_st_file **file)
     *file = NULL;
 }
 
-size_t dpl_st_count(const dpl_st_file *file)
-{
+size_t dpl_st_count(const dpl_st_file *file) {
     return file->n_tensors;
 }
 
-const dpl_st_tensor *dpl_st_at(const dpl_st_file *file, size_t i)
-{
+const dpl_st_tensor *dpl_st_at(const dpl_st_file *file, size_t i) {
     return &file->tensors[i];
 }
 
-const dpl_st_tensor *dpl_st_find(const dpl_st_file *file, const char *name)
-{
+const dpl_st_tensor *dpl_st_find(const dpl_st_file *file, const char *name) {
     const dpl_st_tensor key = {.name = name};
     return bsearch(&key, file->tensors, file->n_tensors, sizeof key, by_name);
 }
 
-const char *dpl_st_path(const dpl_st_file *file)
-{
+const char *dpl_st_path(const dpl_st_file *file) {
     return file->path;
 }
 
-const char *dpl_st_metadata(const dpl_st_file *file, const char *key)
-{
+const char *dpl_st_metadata(const dpl_st_file *file, const char *key) {
     return json_string_value(json_object_get(json_object_get(file->header, "__metadata__"), key));
 }
 
 /* ---- values --------------------------------------------------------------------------------- */
 
-static float f16_to_f32(uint16_t half)
-{
+static float f16_to_f32(uint16_t half) {
     uint32_t bits = (half & 0x7fffu) << 13; // The same number, but for the exponent's bias.
     float f;
     memcpy(&f, &bits, 4);
@@ -255,8 +233,7 @@ static float f16_to_f32(uint16_t half)
     return half & 0x8000 ? -f : f;
 }
 
-static dpl_status check_range(const dpl_st_tensor *tensor, size_t first, size_t n)
-{
+static dpl_status check_range(const dpl_st_tensor *tensor, size_t first, size_t n) {
     const size_t n_elems = dpl_st_elems(tensor);
     if (first <= n_elems && n <= n_elems - first) return DPL_OK;
     return dpl_fail(DPL_EINVAL, "tensor %s has %zu elements, not %zu from %zu on", tensor->name,
@@ -272,8 +249,7 @@ static dpl_status check_range(const dpl_st_tensor *tensor, size_t first, size_t 
         }                                                                    \
         return DPL_OK;
 
-dpl_status dpl_st_read_f32(const dpl_st_tensor *tensor, size_t first, size_t n, float *dst)
-{
+dpl_status dpl_st_read_f32(const dpl_st_tensor *tensor, size_t first, size_t n, float *dst) {
     DPL_TRY(check_range(tensor, first, n));
     switch (tensor->dtype) {
         CONVERT(F64, double, (float)v)
@@ -286,8 +262,7 @@ dpl_status dpl_st_read_f32(const dpl_st_tensor *tensor, size_t first, size_t n, 
     }
 }
 
-dpl_status dpl_st_read_i64(const dpl_st_tensor *tensor, size_t first, size_t n, int64_t *dst)
-{
+dpl_status dpl_st_read_i64(const dpl_st_tensor *tensor, size_t first, size_t n, int64_t *dst) {
     const char *name = dpl_st_dtype_name(tensor->dtype);
     const size_t width = dpl_st_dtype_bytes(tensor->dtype), n_bits_unused = 64 - 8 * width;
     const bool is_signed = *name == 'I';
@@ -314,13 +289,11 @@ struct dpl_shards {
 
 // The file of that name, opened the first time; there is room for one more.
 static dpl_status open_file(dpl_shards *shards, const char *dir, const char *name,
-                            const dpl_st_file **file_out)
-{
+                            const dpl_st_file **file_out) {
     char path[PATH_MAX];
     DPL_TRY(dpl_path_join(dir, name, path));
     size_t i = 0;
-    while (i < shards->n_files && strcmp(shards->files[i]->path, path))
-        i++;
+    while (i < shards->n_files && strcmp(shards->files[i]->path, path)) i++;
     if (i == shards->n_files) {
         DPL_TRY(dpl_st_open(path, &shards->files[i]));
         shards->n_files++;
@@ -330,17 +303,17 @@ static dpl_status open_file(dpl_shards *shards, const char *dir, const char *nam
 }
 
 // Opens the files of the index, each of which must hold the tensors that the index puts there.
-static dpl_status open_map(dpl_shards *shards, const char *dir, const char *path, json_t *map)
-{
+static dpl_status open_map(dpl_shards *shards, const char *dir, const char *path, json_t *map) {
     const char *tensor;
     json_t *value;
-    json_object_foreach(map, tensor, value)
-    {
+    json_object_foreach(map, tensor, value) {
         const char *name = json_string_value(value);
         const dpl_st_file *file;
         if (!name || !*name || strchr(name, '/'))
-            return dpl_fail(DPL_EFORMAT, "%s: weight_map: tensor %.200s: expected the name of a "
-                            "file in this folder", path, tensor);
+            return dpl_fail(DPL_EFORMAT,
+                            "%s: weight_map: tensor %.200s: expected the name of a "
+                            "file in this folder",
+                            path, tensor);
         DPL_TRY(open_file(shards, dir, name, &file));
         if (!dpl_st_find(file, tensor))
             return dpl_fail(DPL_EFORMAT, "%s: weight_map: tensor %.200s is not in %s", path, tensor,
@@ -350,8 +323,7 @@ static dpl_status open_map(dpl_shards *shards, const char *dir, const char *path
 }
 
 // Every tensor of the files must be in the index.
-static dpl_status check_files(const dpl_shards *shards, const char *path, const json_t *index)
-{
+static dpl_status check_files(const dpl_shards *shards, const char *path, const json_t *index) {
     const json_t *map = json_object_get(index, "weight_map");
     uint64_t bytes = 0;
     for (size_t i = 0; i < dpl_shards_count(shards); i++) {
@@ -373,8 +345,7 @@ static dpl_status check_files(const dpl_shards *shards, const char *path, const 
 
 // Without an index there is one file.
 static dpl_status open_files(dpl_shards *shards, const char *dir, const char *path,
-                             const json_t *index)
-{
+                             const json_t *index) {
     json_t *map = json_object_get(index, "weight_map");
     const dpl_st_file *single;
     if (index && !json_is_object(map))
@@ -386,8 +357,7 @@ static dpl_status open_files(dpl_shards *shards, const char *dir, const char *pa
     return check_files(shards, path, index);
 }
 
-dpl_status dpl_shards_open(const char *dir, dpl_shards **shards_out)
-{
+dpl_status dpl_shards_open(const char *dir, dpl_shards **shards_out) {
     char single[PATH_MAX], index_path[PATH_MAX];
     DPL_TRY(dpl_path_join(dir, DPL_ST_SINGLE, single));
     DPL_TRY(dpl_path_join(dir, DPL_ST_INDEX, index_path));
@@ -407,36 +377,29 @@ dpl_status dpl_shards_open(const char *dir, dpl_shards **shards_out)
     return status;
 }
 
-void dpl_shards_close(dpl_shards **shards)
-{
+void dpl_shards_close(dpl_shards **shards) {
     if (!shards || !*shards) return;
-    for (size_t i = 0; i < (*shards)->n_files; i++)
-        dpl_st_close(&(*shards)->files[i]);
+    for (size_t i = 0; i < (*shards)->n_files; i++) dpl_st_close(&(*shards)->files[i]);
     dpl_free((*shards)->files);
     dpl_free(*shards);
     *shards = NULL;
 }
 
-size_t dpl_shards_count(const dpl_shards *shards)
-{
+size_t dpl_shards_count(const dpl_shards *shards) {
     size_t n = 0;
-    for (size_t i = 0; i < shards->n_files; i++)
-        n += shards->files[i]->n_tensors;
+    for (size_t i = 0; i < shards->n_files; i++) n += shards->files[i]->n_tensors;
     return n;
 }
 
-const dpl_st_tensor *dpl_shards_at(const dpl_shards *shards, size_t i, const char **file_out)
-{
+const dpl_st_tensor *dpl_shards_at(const dpl_shards *shards, size_t i, const char **file_out) {
     dpl_st_file **file = shards->files;
-    for (; i >= (*file)->n_tensors; file++)
-        i -= (*file)->n_tensors;
+    for (; i >= (*file)->n_tensors; file++) i -= (*file)->n_tensors;
     if (file_out) *file_out = (*file)->path;
     return &(*file)->tensors[i];
 }
 
 const dpl_st_tensor *dpl_shards_find(const dpl_shards *shards, const char *name,
-                                     const char **file_out)
-{
+                                     const char **file_out) {
     const dpl_st_tensor *found = NULL;
     for (size_t i = 0; i < shards->n_files && !found; i++) {
         found = dpl_st_find(shards->files[i], name);

@@ -11,7 +11,7 @@
 
 #include "io/io.h"
 
-#define NAME_BYTES  64 // of a shard's name
+#define NAME_BYTES 64 // of a shard's name
 
 struct dpl_st_writer {
     dpl_out out;
@@ -22,8 +22,7 @@ struct dpl_st_writer {
 /* ---- one file ------------------------------------------------------------------------------- */
 
 static dpl_status add_tensor(const char *path, json_t *header, const dpl_st_tensor *tensor,
-                             uint64_t *end)
-{
+                             uint64_t *end) {
     uint64_t bytes;
     if (!dpl_st_shape_bytes(tensor, &bytes) || bytes > INT64_MAX - *end)
         return dpl_fail(DPL_EINVAL, "%s: tensor %s has no valid dtype and shape", path,
@@ -43,8 +42,7 @@ static dpl_status add_tensor(const char *path, json_t *header, const dpl_st_tens
 }
 
 static dpl_status make_header(const char *path, const dpl_st_tensor *tensors, size_t n_tensors,
-                              const char *const *metadata, json_t *header, uint64_t *data_bytes)
-{
+                              const char *const *metadata, json_t *header, uint64_t *data_bytes) {
     json_t *map = metadata ? json_object() : NULL;
     int rc = metadata ? json_object_set_new(header, "__metadata__", map) : 0;
     for (; metadata && rc == 0 && metadata[0]; metadata += 2)
@@ -56,8 +54,7 @@ static dpl_status make_header(const char *path, const dpl_st_tensor *tensors, si
 }
 
 // The data start at a multiple of 8, as the format asks; spaces fill the header up.
-static dpl_status write_header(dpl_out *out, const json_t *header)
-{
+static dpl_status write_header(dpl_out *out, const json_t *header) {
     char *text = json_dumps(header, JSON_COMPACT);
     if (!text) return dpl_fail(DPL_ENOMEM, "no memory for the header of %s", out->path);
     const size_t text_bytes = strlen(text);
@@ -74,15 +71,12 @@ static dpl_status write_header(dpl_out *out, const json_t *header)
 }
 
 dpl_status dpl_st_create(const char *path, const dpl_st_tensor *tensors, size_t n_tensors,
-                         const char *const *metadata, dpl_st_writer **writer_out)
-{
+                         const char *const *metadata, dpl_st_writer **writer_out) {
     dpl_st_writer *writer = dpl_alloc(sizeof *writer);
     json_t *header = json_object();
     dpl_status status = DPL_OK;
-    if (!writer || !header)
-        status = dpl_fail(DPL_ENOMEM, "no memory to write %s", path);
-    else
-        status = make_header(path, tensors, n_tensors, metadata, header, &writer->data_bytes);
+    if (!writer || !header) status = dpl_fail(DPL_ENOMEM, "no memory to write %s", path);
+    else status = make_header(path, tensors, n_tensors, metadata, header, &writer->data_bytes);
     if (status == DPL_OK) status = dpl_out_open(path, &writer->out);
     if (status == DPL_OK && (status = write_header(&writer->out, header)) != DPL_OK)
         dpl_out_abandon(&writer->out);
@@ -92,34 +86,29 @@ dpl_status dpl_st_create(const char *path, const dpl_st_tensor *tensors, size_t 
     return status;
 }
 
-dpl_status dpl_st_append(dpl_st_writer *writer, const void *data, size_t bytes)
-{
+dpl_status dpl_st_append(dpl_st_writer *writer, const void *data, size_t bytes) {
     dpl_status status;
     if (bytes > writer->data_bytes - writer->written)
         status = dpl_fail(DPL_EINVAL, "%s: more than the %llu bytes that its tensors have",
                           writer->out.path, (unsigned long long)writer->data_bytes);
-    else
-        status = dpl_out_write(&writer->out, data, bytes);
+    else status = dpl_out_write(&writer->out, data, bytes);
     if (status == DPL_OK) writer->written += bytes;
     writer->failed = writer->failed || status != DPL_OK;
     return status;
 }
 
-dpl_status dpl_st_finish(dpl_st_writer **writer)
-{
+dpl_status dpl_st_finish(dpl_st_writer **writer) {
     dpl_st_writer *w = *writer;
     dpl_status status;
     if (w->failed || w->written != w->data_bytes)
         status = dpl_fail(DPL_EINVAL, "%s: %llu of %llu bytes were written", w->out.path,
                           (unsigned long long)w->written, (unsigned long long)w->data_bytes);
-    else
-        status = dpl_out_commit(&w->out);
+    else status = dpl_out_commit(&w->out);
     dpl_st_abandon(writer);
     return status;
 }
 
-void dpl_st_abandon(dpl_st_writer **writer)
-{
+void dpl_st_abandon(dpl_st_writer **writer) {
     if (!writer || !*writer) return;
     dpl_out_abandon(&(*writer)->out);
     dpl_free(*writer);
@@ -136,17 +125,14 @@ typedef struct shard_plan {
     uint64_t total_bytes;
 } shard_plan;
 
-static void shard_name(const shard_plan *plan, size_t i_shard, char name[NAME_BYTES])
-{
-    if (plan->n_shards == 1)
-        strcpy(name, DPL_ST_SINGLE);
+static void shard_name(const shard_plan *plan, size_t i_shard, char name[NAME_BYTES]) {
+    if (plan->n_shards == 1) strcpy(name, DPL_ST_SINGLE);
     else
         snprintf(name, NAME_BYTES, "model-%05zu-of-%05zu.safetensors", i_shard + 1, plan->n_shards);
 }
 
 // Orders the tensors by width and cuts them into shards.
-static dpl_status make_plan(shard_plan *plan, const dpl_st_tensor *tensors, size_t shard_bytes)
-{
+static dpl_status make_plan(shard_plan *plan, const dpl_st_tensor *tensors, size_t shard_bytes) {
     const size_t n = plan->n_tensors;
     plan->tensors = dpl_alloc_array(n, sizeof *plan->tensors);
     plan->source = dpl_alloc_array(n, sizeof *plan->source);
@@ -172,8 +158,7 @@ static dpl_status make_plan(shard_plan *plan, const dpl_st_tensor *tensors, size
     return DPL_OK;
 }
 
-static dpl_status make_index(const shard_plan *plan, json_t **index_out)
-{
+static dpl_status make_index(const shard_plan *plan, json_t **index_out) {
     json_t *map = json_object();
     *index_out = json_pack("{s:{s:I}, s:o}", "metadata", "total_size",
                            (json_int_t)plan->total_bytes, "weight_map", map);
@@ -192,12 +177,10 @@ static dpl_status make_index(const shard_plan *plan, json_t **index_out)
 
 // Moves *next from the shard's first tensor to the one behind its last.
 static dpl_status write_shard(const shard_plan *plan, size_t i_shard, dpl_fill_fn fill, void *arg,
-                              size_t *next)
-{
+                              size_t *next) {
     static const char *const metadata[] = {"format", "pt", NULL};
     const size_t first = *next;
-    while (*next < plan->n_tensors && plan->shard[*next] == i_shard)
-        ++*next;
+    while (*next < plan->n_tensors && plan->shard[*next] == i_shard) ++*next;
     char name[NAME_BYTES], path[PATH_MAX];
     shard_name(plan, i_shard, name);
     DPL_TRY(dpl_path_join(plan->dir, name, path));
@@ -209,8 +192,7 @@ static dpl_status write_shard(const shard_plan *plan, size_t i_shard, dpl_fill_f
         status = fill(arg, plan->source[i], writer);
         if (status == DPL_OK && writer->written - before != plan->tensors[i].bytes)
             status = dpl_fail(DPL_EINVAL, "%s: tensor %s got %llu bytes, expected %llu", path,
-                              plan->tensors[i].name,
-                              (unsigned long long)(writer->written - before),
+                              plan->tensors[i].name, (unsigned long long)(writer->written - before),
                               (unsigned long long)plan->tensors[i].bytes);
     }
     if (status == DPL_OK) return dpl_st_finish(&writer);
@@ -219,8 +201,7 @@ static dpl_status write_shard(const shard_plan *plan, size_t i_shard, dpl_fill_f
 }
 
 // Removes files of an earlier save that the new one did not replace.
-static dpl_status remove_stale(const shard_plan *plan)
-{
+static dpl_status remove_stale(const shard_plan *plan) {
     DIR *dir = opendir(plan->dir);
     if (!dir) return dpl_fail(DPL_EIO, "cannot read the folder %s: %m", plan->dir);
     const bool sharded = plan->n_shards > 1;
@@ -242,8 +223,7 @@ static dpl_status remove_stale(const shard_plan *plan)
 }
 
 dpl_status dpl_shards_write(const char *dir, const dpl_st_tensor *tensors, size_t n_tensors,
-                            size_t shard_bytes, dpl_fill_fn fill, void *arg)
-{
+                            size_t shard_bytes, dpl_fill_fn fill, void *arg) {
     shard_plan plan = {.dir = dir, .n_tensors = n_tensors, .n_shards = 1};
     json_t *index = NULL;
     char path[PATH_MAX];

@@ -20,13 +20,11 @@
 /* ---- numbers -------------------------------------------------------------------------------- */
 
 // Copies a number without the underscores between its digits; false: other ones, or too long.
-static bool drop_underscores(const char *text, bool hex, char *plain)
-{
+static bool drop_underscores(const char *text, bool hex, char *plain) {
     int (*const is_digit)(int) = hex ? isxdigit : isdigit;
     if (strlen(text) >= NUMBER_CHARS_MAX) return false;
     for (size_t i = 0; text[i]; i++) {
-        if (text[i] != '_')
-            *plain++ = text[i];
+        if (text[i] != '_') *plain++ = text[i];
         else if (i == 0 || !is_digit((uint8_t)text[i - 1]) || !is_digit((uint8_t)text[i + 1]))
             return false;
     }
@@ -34,8 +32,7 @@ static bool drop_underscores(const char *text, bool hex, char *plain)
     return true;
 }
 
-dpl_status dpl_parse_i64(const char *text, int64_t *value_out)
-{
+dpl_status dpl_parse_i64(const char *text, int64_t *value_out) {
     char plain[NUMBER_CHARS_MAX], *end;
     const char *digits = text + (*text == '-' || *text == '+');
     const bool hex = digits[0] == '0' && (digits[1] | 0x20) == 'x';
@@ -50,8 +47,7 @@ dpl_status dpl_parse_i64(const char *text, int64_t *value_out)
     return DPL_OK;
 }
 
-dpl_status dpl_parse_f64(const char *text, double *value_out)
-{
+dpl_status dpl_parse_f64(const char *text, double *value_out) {
     char plain[NUMBER_CHARS_MAX], *end = plain;
     int64_t integer;
     if (strpbrk(text, "xX") && dpl_parse_i64(text, &integer) == DPL_OK) {
@@ -74,8 +70,7 @@ dpl_status dpl_parse_f64(const char *text, double *value_out)
 
 /* ---- JSON ----------------------------------------------------------------------------------- */
 
-dpl_status dpl_json_read(const char *path, json_t **object_out)
-{
+dpl_status dpl_json_read(const char *path, json_t **object_out) {
     dpl_map map;
     DPL_TRY(dpl_map_open(path, &map));
     json_error_t error;
@@ -92,8 +87,7 @@ dpl_status dpl_json_read(const char *path, json_t **object_out)
     return DPL_OK;
 }
 
-dpl_status dpl_json_write(const char *path, const json_t *object)
-{
+dpl_status dpl_json_write(const char *path, const json_t *object) {
     char *text = json_dumps(object, JSON_INDENT(2) | JSON_ENCODE_ANY);
     if (!text) return dpl_fail(DPL_ENOMEM, "no memory for the text of %s", path);
     const size_t bytes = strlen(text);
@@ -114,24 +108,20 @@ typedef struct yaml_reader {
     void *arg;
 } yaml_reader;
 
-static int event_line(const yaml_reader *reader)
-{
+static int event_line(const yaml_reader *reader) {
     return (int)reader->event.start_mark.line + 1;
 }
 
-static dpl_status fail_here(const yaml_reader *reader, const char *what)
-{
+static dpl_status fail_here(const yaml_reader *reader, const char *what) {
     return dpl_fail(DPL_EFORMAT, "%s:%d: %s", reader->path, event_line(reader), what);
 }
 
-static dpl_status fail_memory(const yaml_reader *reader)
-{
+static dpl_status fail_memory(const yaml_reader *reader) {
     return dpl_fail(DPL_ENOMEM, "no memory to read %s", reader->path);
 }
 
 // Moves to the next event, which is none that would be more than plain text and lists.
-static dpl_status next_event(yaml_reader *reader)
-{
+static dpl_status next_event(yaml_reader *reader) {
     const yaml_parser_t *p = &reader->parser;
     const yaml_event_t *e = &reader->event;
     yaml_event_delete(&reader->event);
@@ -157,21 +147,18 @@ static dpl_status next_event(yaml_reader *reader)
 }
 
 // The text of a scalar event; NULL after wording the error.
-static const char *scalar_text(const yaml_reader *reader)
-{
+static const char *scalar_text(const yaml_reader *reader) {
     if (reader->event.type == YAML_SCALAR_EVENT) return (char *)reader->event.data.scalar.value;
     (void)fail_here(reader, "expected a plain value");
     return NULL;
 }
 
-static bool is_null(const yaml_reader *reader, const char *text)
-{
+static bool is_null(const yaml_reader *reader, const char *text) {
     return reader->event.data.scalar.style == YAML_PLAIN_SCALAR_STYLE &&
            (!*text || !strcmp(text, "~") || !strcasecmp(text, "null"));
 }
 
-static json_t *scalar_json(const yaml_reader *reader, const char *text)
-{
+static json_t *scalar_json(const yaml_reader *reader, const char *text) {
     int64_t integer;
     double real;
     if (reader->event.data.scalar.style != YAML_PLAIN_SCALAR_STYLE) return json_string(text);
@@ -184,8 +171,7 @@ static json_t *scalar_json(const yaml_reader *reader, const char *text)
 }
 
 // Appends what stands between a sequence's start event and its end event.
-static dpl_status read_sequence(yaml_reader *reader, int depth, json_t *array)
-{
+static dpl_status read_sequence(yaml_reader *reader, int depth, json_t *array) {
     if (depth > YAML_DEPTH_MAX) return fail_here(reader, "lists are nested too deep");
     for (;;) {
         DPL_TRY(next_event(reader));
@@ -200,8 +186,7 @@ static dpl_status read_sequence(yaml_reader *reader, int depth, json_t *array)
 }
 
 // Hands key and value to the caller; the current event is the value's first.
-static dpl_status read_value(yaml_reader *reader, const char *key, int line)
-{
+static dpl_status read_value(yaml_reader *reader, const char *key, int line) {
     const char *text = NULL;
     char *json_text = NULL;
     if (reader->event.type == YAML_MAPPING_START_EVENT)
@@ -222,8 +207,7 @@ static dpl_status read_value(yaml_reader *reader, const char *key, int line)
     return status == DPL_OK ? status : dpl_fail_in(status, "%s:%d", reader->path, line);
 }
 
-static dpl_status read_mapping(yaml_reader *reader)
-{
+static dpl_status read_mapping(yaml_reader *reader) {
     for (;;) {
         DPL_TRY(next_event(reader));
         if (reader->event.type == YAML_MAPPING_END_EVENT) return DPL_OK;
@@ -243,14 +227,12 @@ static dpl_status read_mapping(yaml_reader *reader)
     }
 }
 
-static dpl_status read_document(yaml_reader *reader)
-{
+static dpl_status read_document(yaml_reader *reader) {
     DPL_TRY(next_event(reader)); // stream start
     DPL_TRY(next_event(reader));
     if (reader->event.type == YAML_STREAM_END_EVENT) return DPL_OK; // Nothing but comments.
     DPL_TRY(next_event(reader));
-    if (reader->event.type == YAML_MAPPING_START_EVENT)
-        DPL_TRY(read_mapping(reader));
+    if (reader->event.type == YAML_MAPPING_START_EVENT) DPL_TRY(read_mapping(reader));
     else if (reader->event.type != YAML_SCALAR_EVENT || reader->event.data.scalar.length > 0)
         return fail_here(reader, "expected lines of the form 'key: value'");
     DPL_TRY(next_event(reader)); // document end
@@ -259,8 +241,7 @@ static dpl_status read_document(yaml_reader *reader)
     return DPL_OK;
 }
 
-dpl_status dpl_yaml_read(const char *path, dpl_yaml_fn fn, void *arg)
-{
+dpl_status dpl_yaml_read(const char *path, dpl_yaml_fn fn, void *arg) {
     dpl_map map;
     DPL_TRY(dpl_map_open(path, &map));
     yaml_reader reader = {.path = path, .fn = fn, .arg = arg};

@@ -42,8 +42,7 @@ struct dpl_source {
 };
 
 // Makes room for one more element; the room doubles whenever it is full, at powers of two.
-static dpl_status grow(void *array, size_t n, size_t size)
-{
+static dpl_status grow(void *array, size_t n, size_t size) {
     if (n & (n - 1)) return DPL_OK;
     void *old, *larger = dpl_alloc_array(n > 0 ? 2 * n : 1, size);
     if (!larger) return dpl_fail(DPL_ENOMEM, "no memory for %zu files of data", n + 1);
@@ -54,8 +53,7 @@ static dpl_status grow(void *array, size_t n, size_t size)
     return DPL_OK;
 }
 
-static uint32_t load_token(const uint8_t *data, int width, size_t i)
-{
+static uint32_t load_token(const uint8_t *data, int width, size_t i) {
     uint16_t v16;
     uint32_t v32;
     if (width == 1) return data[i];
@@ -64,24 +62,20 @@ static uint32_t load_token(const uint8_t *data, int width, size_t i)
 }
 
 // The first token that is not below vocab, or n.
-static size_t find_bad(const uint8_t *data, int width, size_t n, size_t vocab)
-{
+static size_t find_bad(const uint8_t *data, int width, size_t n, size_t vocab) {
     if (width < 4 && vocab >= (size_t)1 << (8 * width)) return n;
     size_t i = 0;
-    while (i < n && load_token(data, width, i) < vocab)
-        i++;
+    while (i < n && load_token(data, width, i) < vocab) i++;
     return i;
 }
 
 /* ---- adding files --------------------------------------------------------------------------- */
 
 // Finds a shard's width, unless it is given, and where its tokens start.
-static dpl_status bin_layout(const char *path, const dpl_map *map, int *width, size_t *offset)
-{
+static dpl_status bin_layout(const char *path, const dpl_map *map, int *width, size_t *offset) {
     uint32_t head[3] = {0};
     memcpy(head, map->data, DPL_MIN(map->bytes, sizeof head));
-    const bool magic = map->bytes >= HEADER_BYTES &&
-                       (head[0] == MAGIC_U16 || head[0] == MAGIC_U32);
+    const bool magic = map->bytes >= HEADER_BYTES && (head[0] == MAGIC_U16 || head[0] == MAGIC_U32);
     const size_t half = *width ? map->bytes % (size_t)*width : 0;
     if (*width && !magic && half == 0) return DPL_OK;
     if (*width)
@@ -89,8 +83,10 @@ static dpl_status bin_layout(const char *path, const dpl_map *map, int *width, s
                         magic ? "a header, though the width is given; leave the width out"
                               : "half a token");
     if (!magic)
-        return dpl_fail(DPL_EFORMAT, "%s: byte 0: no token header (magic %d or %d); a headerless "
-                        "file needs its width given", path, MAGIC_U16, MAGIC_U32);
+        return dpl_fail(DPL_EFORMAT,
+                        "%s: byte 0: no token header (magic %d or %d); a headerless "
+                        "file needs its width given",
+                        path, MAGIC_U16, MAGIC_U32);
     const uint32_t version = head[0] == MAGIC_U16 ? VERSION_U16 : VERSION_U32;
     if (head[1] != version && head[1] != 1)
         return dpl_fail(DPL_EFORMAT, "%s: byte 4: version %u, expected %u", path, head[1], version);
@@ -102,8 +98,7 @@ static dpl_status bin_layout(const char *path, const dpl_map *map, int *width, s
     return DPL_OK;
 }
 
-static piece *add_piece(dpl_source *source, int width, const uint8_t *data)
-{
+static piece *add_piece(dpl_source *source, int width, const uint8_t *data) {
     if (grow(&source->pieces, source->n_pieces, sizeof(piece)) != DPL_OK) return NULL;
     piece *p = &source->pieces[source->n_pieces++];
     *p = (piece){.first = source->n_tokens, .data = data, .width = width};
@@ -111,8 +106,7 @@ static piece *add_piece(dpl_source *source, int width, const uint8_t *data)
 }
 
 // Copies a small file behind the last one's bytes, or into a new block. A block has one width.
-static dpl_status add_copy(dpl_source *source, const uint8_t *data, size_t bytes, int width)
-{
+static dpl_status add_copy(dpl_source *source, const uint8_t *data, size_t bytes, int width) {
     piece *last = source->n_pieces > 0 ? &source->pieces[source->n_pieces - 1] : NULL;
     if (!last || last->width != width || last->block_left < bytes) {
         const size_t block_bytes = DPL_MAX(bytes, BLOCK_BYTES);
@@ -128,8 +122,7 @@ static dpl_status add_copy(dpl_source *source, const uint8_t *data, size_t bytes
 }
 
 // Takes `map` over if it is kept (and empties it then).
-static dpl_status add_data(dpl_source *source, const char *path, dpl_map *map)
-{
+static dpl_status add_data(dpl_source *source, const char *path, dpl_map *map) {
     int width = source->kind == DPL_SOURCE_TEXT ? 1 : source->bin_width;
     size_t offset = 0;
     if (source->kind == DPL_SOURCE_BIN && map->bytes > 0)
@@ -158,8 +151,7 @@ static dpl_status add_data(dpl_source *source, const char *path, dpl_map *map)
     return DPL_OK;
 }
 
-static dpl_status add_file(dpl_source *source, const char *path)
-{
+static dpl_status add_file(dpl_source *source, const char *path) {
     dpl_map map;
     DPL_TRY(dpl_map_open(path, &map));
     const dpl_status status = add_data(source, path, &map);
@@ -175,20 +167,17 @@ typedef struct folder { // one that is being read
     ino_t inode;
 } folder;
 
-static int is_visible(const struct dirent *entry)
-{
+static int is_visible(const struct dirent *entry) {
     return entry->d_name[0] != '.';
 }
 
 // Byte order, whatever the locale.
-static int compare_names(const struct dirent **a, const struct dirent **b)
-{
+static int compare_names(const struct dirent **a, const struct dirent **b) {
     return strcmp((*a)->d_name, (*b)->d_name);
 }
 
 // Adds a file, or a folder and what is in it. `path` has room for PATH_MAX bytes and is restored.
-static dpl_status add_path(dpl_source *source, char *path, const folder *parent)
-{
+static dpl_status add_path(dpl_source *source, char *path, const folder *parent) {
     struct stat st;
     if (stat(path, &st) != 0) return dpl_fail(DPL_EIO, "cannot read %s: %m", path);
     const size_t path_bytes = strlen(path);
@@ -219,8 +208,7 @@ static dpl_status add_path(dpl_source *source, char *path, const folder *parent)
 /* ---- the source ----------------------------------------------------------------------------- */
 
 dpl_status dpl_source_open(const char *path, dpl_source_kind kind, int bin_width, size_t vocab,
-                           dpl_source **source_out)
-{
+                           dpl_source **source_out) {
     char walk[PATH_MAX];
     if (kind == DPL_SOURCE_BIN && bin_width != 0 && bin_width != 2 && bin_width != 4)
         return dpl_fail(DPL_EINVAL, "token width %d, expected 2 or 4, or 0 for the header's",
@@ -241,8 +229,7 @@ dpl_status dpl_source_open(const char *path, dpl_source_kind kind, int bin_width
     return status;
 }
 
-void dpl_source_close(dpl_source **source)
-{
+void dpl_source_close(dpl_source **source) {
     if (!source || !*source) return;
     for (size_t i = 0; i < (*source)->n_pieces; i++) {
         dpl_map_close(&(*source)->pieces[i].map);
@@ -254,25 +241,21 @@ void dpl_source_close(dpl_source **source)
     *source = NULL;
 }
 
-uint64_t dpl_source_tokens(const dpl_source *source)
-{
+uint64_t dpl_source_tokens(const dpl_source *source) {
     return source->n_tokens;
 }
 
-size_t dpl_source_documents(const dpl_source *source)
-{
+size_t dpl_source_documents(const dpl_source *source) {
     return source->n_documents;
 }
 
-uint64_t dpl_source_document(const dpl_source *source, size_t i)
-{
+uint64_t dpl_source_document(const dpl_source *source, size_t i) {
     assert(i <= source->n_documents);
     return i < source->n_documents ? source->documents[i] : source->n_tokens;
 }
 
 // The last of n elements that start at or before `token`; an element begins with its start.
-static size_t find_start(const void *elements, size_t n, size_t size, uint64_t token)
-{
+static size_t find_start(const void *elements, size_t n, size_t size, uint64_t token) {
     size_t low = 0;
     for (size_t high = n; high - low > 1;) {
         const size_t middle = low + (high - low) / 2;
@@ -283,14 +266,12 @@ static size_t find_start(const void *elements, size_t n, size_t size, uint64_t t
     return low;
 }
 
-size_t dpl_source_document_of(const dpl_source *source, uint64_t token)
-{
+size_t dpl_source_document_of(const dpl_source *source, uint64_t token) {
     assert(token < source->n_tokens);
     return find_start(source->documents, source->n_documents, sizeof *source->documents, token);
 }
 
-void dpl_source_read(const dpl_source *source, uint64_t first, size_t n, int32_t *ids)
-{
+void dpl_source_read(const dpl_source *source, uint64_t first, size_t n, int32_t *ids) {
     assert(first <= source->n_tokens && n <= source->n_tokens - first);
     size_t i = find_start(source->pieces, source->n_pieces, sizeof(piece), first);
     for (; n > 0; i++) {
@@ -298,16 +279,14 @@ void dpl_source_read(const dpl_source *source, uint64_t first, size_t n, int32_t
         const uint64_t end = i + 1 < source->n_pieces ? p[1].first : source->n_tokens;
         const size_t n_here = (size_t)DPL_MIN((uint64_t)n, end - first);
         const uint8_t *data = p->data + (size_t)(first - p->first) * (size_t)p->width;
-        for (size_t j = 0; j < n_here; j++)
-            ids[j] = (int32_t)load_token(data, p->width, j);
+        for (size_t j = 0; j < n_here; j++) ids[j] = (int32_t)load_token(data, p->width, j);
         first += n_here;
         ids += n_here;
         n -= n_here;
     }
 }
 
-dpl_status dpl_bin_write(const char *path, size_t vocab, const int32_t *ids, size_t n)
-{
+dpl_status dpl_bin_write(const char *path, size_t vocab, const int32_t *ids, size_t n) {
     if (n > INT32_MAX)
         return dpl_fail(DPL_EINVAL, "%s: %zu tokens; a shard holds at most %d", path, n, INT32_MAX);
     const size_t width = vocab <= 65536 ? 2 : 4, bytes = HEADER_BYTES + n * width;

@@ -4,43 +4,37 @@
 
 #define LATENT_EPS 1e-6f // of the latent norms, whatever the model's is, as transformers has it
 
-const char *dpl_act_name(dpl_act_id id)
-{
+const char *dpl_act_name(dpl_act_id id) {
 #define NAME(id, name, width) name,
     static const char *const names[] = {DPL_ACT_MAP(NAME)};
 #undef NAME
     return names[id];
 }
 
-size_t dpl_act_width(const dpl_model_config *c, dpl_act_id id)
-{
+size_t dpl_act_width(const dpl_model_config *c, dpl_act_id id) {
 #define WIDTH(id, name, width) width,
     const size_t widths[] = {DPL_ACT_MAP(WIDTH)};
 #undef WIDTH
     return widths[id];
 }
 
-dpl_mat dpl_act_alloc(dpl_model *m, size_t n_rows, size_t width, bool f32)
-{
+dpl_mat dpl_act_alloc(dpl_model *m, size_t n_rows, size_t width, bool f32) {
     const dpl_dtype dtype = f32 ? DPL_F32 : m->dtype;
     return (dpl_mat){dpl_ctx_alloc(m->ctx, n_rows * width * dpl_dtype_bytes(dtype)), width, dtype};
 }
 
-dpl_mat dpl_act_keep(dpl_model *m, dpl_block_saved *saved, dpl_act_id id, size_t n_rows)
-{
+dpl_mat dpl_act_keep(dpl_model *m, dpl_block_saved *saved, dpl_act_id id, size_t n_rows) {
     const size_t width = dpl_act_width(&m->config, id);
     return saved->act[id] = dpl_act_alloc(m, n_rows, width, id == DPL_ACT_MLP_INPUT);
 }
 
-static const dpl_param *bias_of(const dpl_model *m, int layer, dpl_param_id id)
-{
+static const dpl_param *bias_of(const dpl_model *m, int layer, dpl_param_id id) {
     if (id != DPL_P_Q_A && id != DPL_P_KV_A && id != DPL_P_O) return NULL;
     return dpl_model_param(m, layer, (dpl_param_id)(id + 1));
 }
 
 void dpl_linear_forward(dpl_model *m, int layer, dpl_param_id id, dpl_mat x, size_t n_rows,
-                        dpl_mat y)
-{
+                        dpl_mat y) {
     const dpl_param *bias = bias_of(m, layer, id);
     const dpl_weight w = dpl_model_weight(m, dpl_model_param(m, layer, id));
     const dpl_phase before = dpl_ctx_phase(m->ctx, DPL_PHASE_GEMM);
@@ -50,8 +44,7 @@ void dpl_linear_forward(dpl_model *m, int layer, dpl_param_id id, dpl_mat x, siz
 }
 
 void dpl_linear_backward(dpl_model *m, int layer, dpl_param_id id, dpl_mat dy, dpl_mat x,
-                         size_t n_rows, dpl_mat dx, bool accumulate)
-{
+                         size_t n_rows, dpl_mat dx, bool accumulate) {
     const dpl_param *param = dpl_model_param(m, layer, id), *bias = bias_of(m, layer, id);
     const dpl_weight w = dpl_model_weight(m, param);
     const dpl_groups rows = dpl_one_group(n_rows);
@@ -63,8 +56,7 @@ void dpl_linear_backward(dpl_model *m, int layer, dpl_param_id id, dpl_mat dy, d
 }
 
 float *dpl_norm_forward(dpl_model *m, int layer, dpl_param_id id, dpl_mat x, size_t n_rows,
-                        dpl_mat y)
-{
+                        dpl_mat y) {
     const dpl_param *gain = dpl_model_param(m, layer, id);
     const bool latent = id == DPL_P_Q_A_NORM || id == DPL_P_KV_A_NORM;
     float *rstd = dpl_ctx_alloc(m->ctx, n_rows * sizeof(float));
@@ -76,8 +68,7 @@ float *dpl_norm_forward(dpl_model *m, int layer, dpl_param_id id, dpl_mat x, siz
 }
 
 void dpl_norm_backward(dpl_model *m, int layer, dpl_param_id id, dpl_mat dy, dpl_mat x,
-                       const float *rstd, size_t n_rows, dpl_mat dx, bool accumulate)
-{
+                       const float *rstd, size_t n_rows, dpl_mat dx, bool accumulate) {
     const dpl_param *gain = dpl_model_param(m, layer, id);
     const dpl_phase before = dpl_ctx_phase(m->ctx, DPL_PHASE_NORM);
     dpl_rmsnorm_backward(m->ctx, dy, x, dpl_model_values(m, gain), rstd, n_rows, gain->k, dx,
@@ -87,8 +78,7 @@ void dpl_norm_backward(dpl_model *m, int layer, dpl_param_id id, dpl_mat dy, dpl
 
 /* ---- the layer ---- */
 
-static dpl_moe_shape moe_shape(const dpl_model *m)
-{
+static dpl_moe_shape moe_shape(const dpl_model *m) {
     const dpl_model_config *c = &m->config;
     return (dpl_moe_shape){.d = c->d,
                            .f = c->moe_f,
@@ -105,18 +95,15 @@ static dpl_moe_shape moe_shape(const dpl_model *m)
                                     .scale = (float)c->routed_scale}};
 }
 
-static dpl_weight weight(const dpl_model *m, int layer, dpl_param_id id)
-{
+static dpl_weight weight(const dpl_model *m, int layer, dpl_param_id id) {
     return dpl_model_weight(m, dpl_model_param(m, layer, id));
 }
 
-static float *grad(const dpl_model *m, int layer, dpl_param_id id)
-{
+static float *grad(const dpl_model *m, int layer, dpl_param_id id) {
     return dpl_model_grad(m, dpl_model_param(m, layer, id));
 }
 
-static dpl_moe_weights moe_weights(const dpl_model *m, int layer)
-{
+static dpl_moe_weights moe_weights(const dpl_model *m, int layer) {
     return (dpl_moe_weights){.router = weight(m, layer, DPL_P_ROUTER),
                              .bias = m->config.routed_bias ? dpl_model_bias(m, (size_t)layer)
                                                            : NULL,
@@ -126,8 +113,7 @@ static dpl_moe_weights moe_weights(const dpl_model *m, int layer)
                              .shared_down = weight(m, layer, DPL_P_SHARED_DOWN)};
 }
 
-static dpl_moe_grads moe_grads(const dpl_model *m, int layer)
-{
+static dpl_moe_grads moe_grads(const dpl_model *m, int layer) {
     return (dpl_moe_grads){.router = grad(m, layer, DPL_P_ROUTER),
                            .gate_up = grad(m, layer, DPL_P_EXPERT_GATE_UP),
                            .down = grad(m, layer, DPL_P_EXPERT_DOWN),
@@ -137,8 +123,7 @@ static dpl_moe_grads moe_grads(const dpl_model *m, int layer)
 
 dpl_status dpl_block_forward(dpl_model *m, int layer, const dpl_stream *s, const dpl_aux *aux,
                              const dpl_mla_cache *cache, dpl_mat x, dpl_mat out,
-                             dpl_block_saved *saved)
-{
+                             dpl_block_saved *saved) {
     const size_t T = s->n_tokens, f = m->config.mlp_f;
     *saved = (dpl_block_saved){.act[DPL_ACT_INPUT] = x};
     dpl_mla_forward(m, layer, s, cache, saved);
@@ -165,8 +150,7 @@ dpl_status dpl_block_forward(dpl_model *m, int layer, const dpl_stream *s, const
 }
 
 dpl_status dpl_block_backward(dpl_model *m, int layer, const dpl_stream *s, const dpl_aux *aux,
-                              const dpl_block_saved *saved, dpl_mat dx)
-{
+                              const dpl_block_saved *saved, dpl_mat dx) {
     const dpl_model_config *c = &m->config;
     const size_t T = s->n_tokens, mark = dpl_ctx_mark(m->ctx);
     const dpl_mat n = saved->act[DPL_ACT_MLP_NORM], dn = dpl_act_alloc(m, T, c->d, true);

@@ -8,17 +8,25 @@
 
 #include "model/model.h"
 
-void dpl_model_config_init(dpl_model_config *config)
-{
-    *config = (dpl_model_config){
-        .n_groups = 1, .top_groups = 1, .max_positions = 4096, .sigmoid = true, .routed_bias = true,
-        .norm_topk = true, .rope_interleave = true, .eps = 1e-6, .routed_scale = 1,
-        .rope = {.theta = 10000, .factor = 1, .beta_fast = 32, .beta_slow = 1,
-                 .original_positions = 4096, .truncate = true}};
+void dpl_model_config_init(dpl_model_config *config) {
+    *config = (dpl_model_config){.n_groups = 1,
+                                 .top_groups = 1,
+                                 .max_positions = 4096,
+                                 .sigmoid = true,
+                                 .routed_bias = true,
+                                 .norm_topk = true,
+                                 .rope_interleave = true,
+                                 .eps = 1e-6,
+                                 .routed_scale = 1,
+                                 .rope = {.theta = 10000,
+                                          .factor = 1,
+                                          .beta_fast = 32,
+                                          .beta_slow = 1,
+                                          .original_positions = 4096,
+                                          .truncate = true}};
 }
 
-bool dpl_model_layer_is_moe(const dpl_model_config *config, size_t layer)
-{
+bool dpl_model_layer_is_moe(const dpl_model_config *config, size_t layer) {
     return config->n_experts > 0 && layer >= config->n_dense;
 }
 
@@ -37,7 +45,7 @@ typedef struct field {
 #define MUST NAN
 #define KEEP INFINITY // absent is as null
 #define ROW(json, key, member, kind, absent, low, high) \
-    {json, key, offsetof(dpl_model_config, member), kind, absent, low, high}
+    { json, key, offsetof(dpl_model_config, member), kind, absent, low, high }
 static const field model_fields[] = {
     ROW("vocab_size", "vocab_size", vocab, SIZE, MUST, 1, 0x1p30),
     ROW("hidden_size", "base_emb_dim", d, SIZE, MUST, 1, 0x1p20),
@@ -79,49 +87,45 @@ static const field yarn_fields[] = { // checked, and written, with YaRN
     ROW("truncate", "rope_truncate", rope.truncate, FLAG, KEEP, 0, 1)};
 #undef ROW
 
-static double value_of(const field *f, const dpl_model_config *c)
-{
+static double value_of(const field *f, const dpl_model_config *c) {
     const void *at = (const uint8_t *)c + f->offset;
     if (f->kind == SIZE) return (double)*(const size_t *)at;
     return f->kind == FLAG ? (double)*(const bool *)at : *(const double *)at;
 }
 
-static void set_value(const field *f, double value, dpl_model_config *c)
-{
+static void set_value(const field *f, double value, dpl_model_config *c) {
     void *at = (uint8_t *)c + f->offset;
-    if (f->kind == SIZE)
-        *(size_t *)at = (size_t)value;
-    else if (f->kind == FLAG)
-        *(bool *)at = value != 0;
-    else
-        *(double *)at = value;
+    if (f->kind == SIZE) *(size_t *)at = (size_t)value;
+    else if (f->kind == FLAG) *(bool *)at = value != 0;
+    else *(double *)at = value;
 }
 
 /* ---- checks ---- */
 
-static dpl_status check_range(const char *key, double value, double low, double high)
-{
+static dpl_status check_range(const char *key, double value, double low, double high) {
     if (value >= low && value <= high) return DPL_OK;
     return dpl_fail(DPL_EINVAL, "%s is %.15g, expected %.15g to %.15g", key, value, low, high);
 }
 
-static dpl_status check_fields(const field *fields, size_t n, const dpl_model_config *c)
-{
+static dpl_status check_fields(const field *fields, size_t n, const dpl_model_config *c) {
     for (const field *f = fields; f < fields + n; f++)
         DPL_TRY(check_range(f->key, value_of(f, c), f->low, f->high));
     return DPL_OK;
 }
 
-static dpl_status check_experts(const dpl_model_config *c)
-{
+static dpl_status check_experts(const dpl_model_config *c) {
     const size_t e = c->n_experts, layers = c->n_layers + c->n_mtp;
     if (c->n_dense > c->n_layers)
-        return dpl_fail(DPL_EINVAL, "first_num_dense_layers is %zu, expected at most "
-                        "base_num_decoder_layers = %zu", c->n_dense, c->n_layers);
+        return dpl_fail(DPL_EINVAL,
+                        "first_num_dense_layers is %zu, expected at most "
+                        "base_num_decoder_layers = %zu",
+                        c->n_dense, c->n_layers);
     if (e == 0 && layers == c->n_dense) return DPL_OK;
     if (e == 0)
-        return dpl_fail(DPL_EINVAL, "num_experts is 0 but %zu layers are MoE layers, expected at "
-                        "least 1", layers - c->n_dense);
+        return dpl_fail(DPL_EINVAL,
+                        "num_experts is 0 but %zu layers are MoE layers, expected at "
+                        "least 1",
+                        layers - c->n_dense);
     DPL_TRY(check_range("num_experts_per_tok", (double)c->top_k, 1, (double)e));
     DPL_TRY(check_range("n_routing_groups", (double)c->n_groups, 1, (double)e));
     DPL_TRY(check_range("topk_routing_group", (double)c->top_groups, 1, (double)c->n_groups));
@@ -134,34 +138,33 @@ static dpl_status check_experts(const dpl_model_config *c)
         return dpl_fail(DPL_EINVAL, "num_experts %zu is not divisible by n_routing_groups %zu", e,
                         c->n_groups);
     if (c->n_groups > 1 && each < 2)
-        return dpl_fail(DPL_EINVAL, "n_routing_groups %zu leaves %zu expert a group, expected at "
-                        "least 2 (a group's score is the sum of its two best)", c->n_groups, each);
+        return dpl_fail(DPL_EINVAL,
+                        "n_routing_groups %zu leaves %zu expert a group, expected at "
+                        "least 2 (a group's score is the sum of its two best)",
+                        c->n_groups, each);
     if (c->top_k > c->top_groups * each)
-        return dpl_fail(DPL_EINVAL, "num_experts_per_tok %zu is more than the %zu experts of "
-                        "topk_routing_group = %zu groups", c->top_k, c->top_groups * each,
-                        c->top_groups);
+        return dpl_fail(DPL_EINVAL,
+                        "num_experts_per_tok %zu is more than the %zu experts of "
+                        "topk_routing_group = %zu groups",
+                        c->top_k, c->top_groups * each, c->top_groups);
     return DPL_OK;
 }
 
 // Elements of one attention block's matrices. Counts are doubles: exact, and they do not wrap.
-static double attention_weights(const dpl_model_config *c)
-{
+static double attention_weights(const dpl_model_config *c) {
     const double d = (double)c->d, h = (double)c->n_heads, latent = (double)c->kv_lora;
     const double qk = h * (double)(c->d_nope + c->d_rope);
-    return (c->q_lora ? (d + qk) * (double)c->q_lora : d * qk) +
-           d * (latent + (double)c->d_rope) + latent * h * (double)(c->d_nope + c->d_v) +
-           h * (double)c->d_v * d;
+    return (c->q_lora ? (d + qk) * (double)c->q_lora : d * qk) + d * (latent + (double)c->d_rope) +
+           latent * h * (double)(c->d_nope + c->d_v) + h * (double)c->d_v * d;
 }
 
 // Elements of the router, the shared experts and `experts` others.
-static double moe_weights(const dpl_model_config *c, size_t experts)
-{
+static double moe_weights(const dpl_model_config *c, size_t experts) {
     return (double)c->d *
            ((double)c->n_experts + 3 * (double)c->moe_f * (double)(experts + c->n_shared));
 }
 
-static double count_params(const dpl_model_config *c, size_t experts)
-{
+static double count_params(const dpl_model_config *c, size_t experts) {
     const double d = (double)c->d, lora = (double)(c->q_lora + c->kv_lora);
     const double vectors = 2 * d + lora + (c->attention_bias ? lora + (double)c->d_rope + d : 0);
     return (c->tied ? 1 : 2) * d * (double)c->vocab + d +
@@ -171,8 +174,7 @@ static double count_params(const dpl_model_config *c, size_t experts)
 }
 
 // Each size alone may be large; together they must leave every count of elements within 64 bits.
-static dpl_status check_total(const dpl_model_config *c)
-{
+static dpl_status check_total(const dpl_model_config *c) {
     dpl_model_config all = *c;
     all.n_layers += c->n_mtp;
     all.moe_f += 16; // padding in memory
@@ -183,16 +185,17 @@ static dpl_status check_total(const dpl_model_config *c)
                     total);
 }
 
-dpl_status dpl_model_config_check(const dpl_model_config *c)
-{
+dpl_status dpl_model_config_check(const dpl_model_config *c) {
     DPL_TRY(check_fields(model_fields, DPL_COUNT(model_fields), c));
     if (c->d_rope % 2)
         return dpl_fail(DPL_EINVAL, "qk_rope_head_dim is %zu, expected an even number", c->d_rope);
     if (c->n_dense > 0 && c->mlp_f == 0)
         return dpl_fail(DPL_EINVAL, "base_mlp_dim is 0, expected at least 1");
     if (c->eps <= 0 || c->eps >= 1)
-        return dpl_fail(DPL_EINVAL, "normalization_layer_epsilon is %g, expected more than 0 and "
-                        "less than 1", c->eps);
+        return dpl_fail(DPL_EINVAL,
+                        "normalization_layer_epsilon is %g, expected more than 0 and "
+                        "less than 1",
+                        c->eps);
     if (!(c->rope.theta > 1 && isfinite(c->rope.theta)))
         return dpl_fail(DPL_EINVAL, "rope_max_timescale is %g, expected more than 1",
                         c->rope.theta);
@@ -203,13 +206,11 @@ dpl_status dpl_model_config_check(const dpl_model_config *c)
 
 /* ---- config.json ---- */
 
-static bool is_given(const json_t *value)
-{
+static bool is_given(const json_t *value) {
     return value && !json_is_null(value);
 }
 
-static dpl_status read_field(const json_t *object, const field *f, dpl_model_config *c)
-{
+static dpl_status read_field(const json_t *object, const field *f, dpl_model_config *c) {
     const json_t *json = json_object_get(object, f->json);
     if (!is_given(json)) {
         if (isnan(f->absent))
@@ -230,17 +231,14 @@ static dpl_status read_field(const json_t *object, const field *f, dpl_model_con
 }
 
 static dpl_status read_fields(const json_t *object, const field *fields, size_t n,
-                              dpl_model_config *c)
-{
-    for (size_t i = 0; i < n; i++)
-        DPL_TRY(read_field(object, &fields[i], c));
+                              dpl_model_config *c) {
+    for (size_t i = 0; i < n; i++) DPL_TRY(read_field(object, &fields[i], c));
     return DPL_OK;
 }
 
 // A number that must have one value if it is there; `name` goes before the value in the message.
 static dpl_status expect_number(const json_t *object, const char *key, const char *name,
-                                double good)
-{
+                                double good) {
     const json_t *value = json_object_get(object, key);
     if (!is_given(value) || (json_is_number(value) && json_number_value(value) == good))
         return DPL_OK;
@@ -251,8 +249,7 @@ static dpl_status expect_number(const json_t *object, const char *key, const cha
 
 // A text that must be one of two (also NULL: of one) if it is there. good_out: the first, or none.
 static dpl_status expect_text(const json_t *object, const char *key, const char *good,
-                              const char *also, bool *good_out)
-{
+                              const char *also, bool *good_out) {
     const json_t *value = json_object_get(object, key);
     const char *text = json_string_value(value);
     *good_out = !is_given(value) || (text && strcmp(text, good) == 0);
@@ -263,8 +260,7 @@ static dpl_status expect_text(const json_t *object, const char *key, const char 
 }
 
 // The older form has rope_theta and rope_scaling, the newer one both in rope_parameters.
-static dpl_status read_rope(const json_t *object, dpl_model_config *c)
-{
+static dpl_status read_rope(const json_t *object, dpl_model_config *c) {
     const char *form = is_given(json_object_get(object, "rope_parameters")) ? "rope_parameters"
                                                                             : "rope_scaling";
     const json_t *scaling = json_object_get(object, form);
@@ -282,8 +278,7 @@ static dpl_status read_rope(const json_t *object, dpl_model_config *c)
     return plain ? DPL_OK : read_fields(scaling, yarn_fields, DPL_COUNT(yarn_fields), c);
 }
 
-dpl_status dpl_model_config_from_json(const json_t *o, dpl_model_config *config_out)
-{
+dpl_status dpl_model_config_from_json(const json_t *o, dpl_model_config *config_out) {
     dpl_model_config c;
     bool unused;
     dpl_model_config_init(&c);
@@ -297,7 +292,7 @@ dpl_status dpl_model_config_from_json(const json_t *o, dpl_model_config *config_
     DPL_TRY(expect_number(o, "moe_layer_freq", "", 1));
     if (is_given(json_object_get(o, "quantization_config")))
         return dpl_fail(DPL_ENOSUP, "\"quantization_config\" is set: quantized weights are not "
-                        "supported yet, expected F32, BF16 or F16 weights");
+                                    "supported yet, expected F32, BF16 or F16 weights");
     DPL_TRY(read_fields(o, model_fields, DPL_COUNT(model_fields), &c));
     DPL_TRY(expect_number(o, "num_key_value_heads", "num_attention_heads = ", (double)c.n_heads));
     DPL_TRY(read_fields(o, expert_fields, DPL_COUNT(expert_fields), &c));
@@ -308,8 +303,7 @@ dpl_status dpl_model_config_from_json(const json_t *o, dpl_model_config *config_
     return DPL_OK;
 }
 
-static int write_fields(json_t *object, const field *fields, size_t n, const dpl_model_config *c)
-{
+static int write_fields(json_t *object, const field *fields, size_t n, const dpl_model_config *c) {
     int failed = 0;
     for (const field *f = fields; f < fields + n; f++) {
         const double value = value_of(f, c);
@@ -322,8 +316,7 @@ static int write_fields(json_t *object, const field *fields, size_t n, const dpl
     return failed;
 }
 
-json_t *dpl_model_config_to_json(const dpl_model_config *c, dpl_dtype dtype)
-{
+json_t *dpl_model_config_to_json(const dpl_model_config *c, dpl_dtype dtype) {
     // The older form: every version of transformers and the inference engines read it.
     json_t *o = json_pack(
         "{s:[s], s:s, s:I, s:s, s:s, s:s, s:s, s:n, s:n, s:n}", "architectures",
@@ -347,21 +340,18 @@ json_t *dpl_model_config_to_json(const dpl_model_config *c, dpl_dtype dtype)
 
 /* ---- rotary embedding ---- */
 
-static double yarn_scale(double factor, double mscale)
-{
+static double yarn_scale(double factor, double mscale) {
     return factor > 1 ? 0.1 * mscale * log(factor) + 1.0 : 1.0;
 }
 
-double dpl_model_softmax_scale(const dpl_model_config *c)
-{
+double dpl_model_softmax_scale(const dpl_model_config *c) {
     const double scale = 1.0 / sqrt((double)(c->d_nope + c->d_rope));
     if (!c->rope.yarn || c->rope.mscale_all_dim == 0) return scale;
     const double m = yarn_scale(c->rope.factor, c->rope.mscale_all_dim);
     return scale * m * m;
 }
 
-double dpl_rope_frequencies(const dpl_model_config *c, float *inv_freq)
-{
+double dpl_rope_frequencies(const dpl_model_config *c, float *inv_freq) {
     const dpl_rope_config *r = &c->rope;
     const double d = (double)c->d_rope;
     double low = 0, high = 0;
@@ -389,25 +379,21 @@ double dpl_rope_frequencies(const dpl_model_config *c, float *inv_freq)
 
 /* ---- counts ---- */
 
-uint64_t dpl_model_param_count(const dpl_model_config *c)
-{
+uint64_t dpl_model_param_count(const dpl_model_config *c) {
     return (uint64_t)count_params(c, c->n_experts);
 }
 
-uint64_t dpl_model_active_param_count(const dpl_model_config *c)
-{
+uint64_t dpl_model_active_param_count(const dpl_model_config *c) {
     return (uint64_t)count_params(c, c->top_k);
 }
 
-double dpl_model_attention_flops(const dpl_model_config *c, size_t n_batch, size_t n_seq)
-{
+double dpl_model_attention_flops(const dpl_model_config *c, size_t n_batch, size_t n_seq) {
     const double per_layer = (double)n_batch * (double)n_seq * (double)n_seq * (double)c->n_heads *
                              (double)(c->d_nope + c->d_rope + c->d_v);
     return 3 * per_layer * (double)(c->n_layers + c->n_mtp);
 }
 
-double dpl_model_flops(const dpl_model_config *c, size_t n_batch, size_t n_seq)
-{
+double dpl_model_flops(const dpl_model_config *c, size_t n_batch, size_t n_seq) {
     const size_t layers = c->n_layers + c->n_mtp, n_moe = c->n_experts ? layers - c->n_dense : 0;
     const double weights = (double)layers * attention_weights(c) +
                            (double)c->n_dense * 3 * (double)c->mlp_f * (double)c->d +

@@ -16,20 +16,20 @@ struct dpl_decoder {
 };
 
 // The up-projection in row-major order, as it is multiplied in compute: rounded if the copy is.
-static void unpack_kv_b(const dpl_model *m, int layer, float *rows)
-{
+static void unpack_kv_b(const dpl_model *m, int layer, float *rows) {
     const dpl_disk_tensor *t = &m->disk[dpl_model_param(m, layer, DPL_P_KV_B)->disk];
     dpl_disk_gather(t, m->params.master, rows);
     for (size_t i = 0; i < dpl_disk_elems(t) && m->params.copy; i++)
         rows[i] = dpl_bf16_to_f32(dpl_f32_to_bf16(rows[i]));
 }
 
-dpl_status dpl_decoder_open(dpl_model *m, size_t max_tokens, dpl_decoder **decoder_out)
-{
+dpl_status dpl_decoder_open(dpl_model *m, size_t max_tokens, dpl_decoder **decoder_out) {
     const dpl_model_config *c = &m->config;
     if (max_tokens == 0 || max_tokens > c->max_positions)
-        return dpl_fail(DPL_EINVAL, "a context of %zu tokens, expected 1 to "
-                        "max_position_embeddings = %zu", max_tokens, c->max_positions);
+        return dpl_fail(DPL_EINVAL,
+                        "a context of %zu tokens, expected 1 to "
+                        "max_position_embeddings = %zu",
+                        max_tokens, c->max_positions);
     DPL_TRY(dpl_model_rope_tables(m, max_tokens));
     const size_t latent = max_tokens * c->kv_lora, rope = max_tokens * c->d_rope;
     const size_t per_layer = latent + rope + c->n_heads * (c->d_nope + c->d_v) * c->kv_lora;
@@ -54,8 +54,7 @@ dpl_status dpl_decoder_open(dpl_model *m, size_t max_tokens, dpl_decoder **decod
     return DPL_OK;
 }
 
-void dpl_decoder_close(dpl_decoder **decoder)
-{
+void dpl_decoder_close(dpl_decoder **decoder) {
     if (!decoder || !*decoder) return;
     dpl_free((*decoder)->cache);
     dpl_free((*decoder)->memory);
@@ -64,15 +63,12 @@ void dpl_decoder_close(dpl_decoder **decoder)
 }
 
 // logits_out NULL: more blocks follow, whose last token's logits are wanted.
-static dpl_status feed_block(dpl_decoder *d, const int32_t *ids, size_t n, float *logits_out)
-{
+static dpl_status feed_block(dpl_decoder *d, const int32_t *ids, size_t n, float *logits_out) {
     dpl_model *m = d->model;
     const size_t V = m->config.vocab;
     int32_t *position = dpl_ctx_alloc(m->ctx, n * sizeof *position);
-    for (size_t i = 0; i < n; i++)
-        position[i] = (int32_t)(d->n_tokens + i);
-    for (size_t i = 0; i < m->config.n_layers; i++)
-        d->cache[i].first = d->n_tokens;
+    for (size_t i = 0; i < n; i++) position[i] = (int32_t)(d->n_tokens + i);
+    for (size_t i = 0; i < m->config.n_layers; i++) d->cache[i].first = d->n_tokens;
     dpl_layers l = {.stream = {1, n, n, NULL, position}, .caches = d->cache};
     DPL_TRY(dpl_layers_forward(m, ids, &l));
     d->n_tokens += n;
@@ -83,8 +79,7 @@ static dpl_status feed_block(dpl_decoder *d, const int32_t *ids, size_t n, float
     return DPL_OK;
 }
 
-dpl_status dpl_decoder_feed(dpl_decoder *d, const int32_t *ids, size_t n, float *logits_out)
-{
+dpl_status dpl_decoder_feed(dpl_decoder *d, const int32_t *ids, size_t n, float *logits_out) {
     dpl_model *m = d->model;
     if (n == 0) return dpl_fail(DPL_EINVAL, "no token to feed");
     if (n > d->max_tokens - d->n_tokens)
@@ -96,8 +91,7 @@ dpl_status dpl_decoder_feed(dpl_decoder *d, const int32_t *ids, size_t n, float 
                             (int)ids[i], m->config.vocab - 1);
     for (size_t i = 0; i < n; i += PROMPT_BLOCK) {
         const size_t count = DPL_MIN(PROMPT_BLOCK, n - i), mark = dpl_ctx_mark(m->ctx);
-        const dpl_status status =
-            feed_block(d, ids + i, count, i + count == n ? logits_out : NULL);
+        const dpl_status status = feed_block(d, ids + i, count, i + count == n ? logits_out : NULL);
         dpl_ctx_wait(m->ctx);
         dpl_ctx_release(m->ctx, mark);
         if (status != DPL_OK) return status;
@@ -112,15 +106,13 @@ typedef struct candidate {
     int32_t id;
 } candidate;
 
-static int larger_first(const void *a, const void *b)
-{
+static int larger_first(const void *a, const void *b) {
     const candidate *x = a, *y = b;
     if (x->p != y->p) return x->p > y->p ? -1 : 1;
     return (x->id > y->id) - (x->id < y->id);
 }
 
-static int32_t largest(const float *logits, size_t vocab)
-{
+static int32_t largest(const float *logits, size_t vocab) {
     size_t best = 0;
     for (size_t i = 1; i < vocab; i++)
         if (logits[i] > logits[best]) best = i;
@@ -128,8 +120,7 @@ static int32_t largest(const float *logits, size_t vocab)
 }
 
 int32_t dpl_sample(const float *logits, size_t vocab, double temperature, double top_p,
-                   uint64_t seed, uint64_t draw)
-{
+                   uint64_t seed, uint64_t draw) {
     const int32_t best = largest(logits, vocab);
     candidate *list = temperature > 0 ? dpl_alloc_array(vocab, sizeof *list) : NULL;
     if (!list) return best;
@@ -143,12 +134,10 @@ int32_t dpl_sample(const float *logits, size_t vocab, double temperature, double
     // The nucleus: the fewest most probable tokens that hold top_p of the mass.
     size_t n = 0;
     double mass = 0;
-    while (n < vocab && (n == 0 || mass < top_p * total))
-        mass += list[n++].p;
+    while (n < vocab && (n == 0 || mass < top_p * total)) mass += list[n++].p;
     double u = dpl_rng_uniform(seed, 0x73616d706c65, draw) * mass;
     size_t i = 0;
-    while (i + 1 < n && u >= list[i].p)
-        u -= list[i++].p;
+    while (i + 1 < n && u >= list[i].p) u -= list[i++].p;
     const int32_t id = list[i].id;
     dpl_free(list);
     return id;

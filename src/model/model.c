@@ -14,8 +14,7 @@
 /* ---- opening ---- */
 
 dpl_status dpl_model_create(dpl_ctx *ctx, dpl_comm *comm, const dpl_model_config *config,
-                            dpl_dtype dtype, dpl_model **model_out)
-{
+                            dpl_dtype dtype, dpl_model **model_out) {
     DPL_TRY(dpl_model_config_check(config));
     dpl_model *m = dpl_alloc(sizeof *m);
     if (!m) return dpl_fail(DPL_ENOMEM, "no memory for a model");
@@ -32,8 +31,7 @@ dpl_status dpl_model_create(dpl_ctx *ctx, dpl_comm *comm, const dpl_model_config
     return DPL_OK;
 }
 
-void dpl_model_destroy(dpl_model **model)
-{
+void dpl_model_destroy(dpl_model **model) {
     if (!model || !*model) return;
     dpl_ctx_wait((*model)->ctx);
     dpl_params_free(*model);
@@ -43,8 +41,7 @@ void dpl_model_destroy(dpl_model **model)
     *model = NULL;
 }
 
-dpl_status dpl_model_rope_tables(dpl_model *m, size_t n)
-{
+dpl_status dpl_model_rope_tables(dpl_model *m, size_t n) {
     const size_t half = m->config.d_rope / 2;
     if (n <= m->n_positions) return DPL_OK;
     n = DPL_MIN(DPL_MAX(n, 2 * m->n_positions), m->config.max_positions);
@@ -72,19 +69,15 @@ dpl_status dpl_model_rope_tables(dpl_model *m, size_t n)
 /* ---- probing ---- */
 
 static void send_probe(dpl_model *m, const char *stem, int layer, const char *tail, bool is_int,
-                       int rank, const int64_t *shape, const void *data)
-{
+                       int rank, const int64_t *shape, const void *data) {
     char name[64];
-    if (layer < 0)
-        snprintf(name, sizeof name, "%s", stem);
-    else
-        snprintf(name, sizeof name, "%s.%d%s", stem, layer, tail);
+    if (layer < 0) snprintf(name, sizeof name, "%s", stem);
+    else snprintf(name, sizeof name, "%s.%d%s", stem, layer, tail);
     m->probe(m->probe_arg, name, is_int, rank, shape, data);
 }
 
 void dpl_probe_mat(dpl_model *m, const char *stem, int layer, const dpl_stream *s, dpl_mat mat,
-                   size_t width)
-{
+                   size_t width) {
     if (!m->probe) return;
     const size_t mark = dpl_ctx_mark(m->ctx);
     const dpl_mat copy = dpl_act_alloc(m, s->n_tokens, width, true);
@@ -95,15 +88,13 @@ void dpl_probe_mat(dpl_model *m, const char *stem, int layer, const dpl_stream *
     dpl_ctx_release(m->ctx, mark);
 }
 
-void dpl_probe_routing(dpl_model *m, int layer, const dpl_moe_saved *saved)
-{
+void dpl_probe_routing(dpl_model *m, int layer, const dpl_moe_saved *saved) {
     if (!m->probe) return;
     const size_t E = m->config.n_experts, K = m->config.top_k, T = saved->n_tokens;
     const size_t mark = dpl_ctx_mark(m->ctx);
     int64_t *ids = dpl_ctx_alloc(m->ctx, T * K * sizeof *ids);
     dpl_ctx_wait(m->ctx);
-    for (size_t i = 0; i < T * K; i++)
-        ids[i] = saved->ids[i];
+    for (size_t i = 0; i < T * K; i++) ids[i] = saved->ids[i];
     const int64_t per_expert[2] = {(int64_t)T, (int64_t)E}, per_slot[2] = {(int64_t)T, (int64_t)K};
     send_probe(m, "router", layer, ".logits", false, 2, per_expert, saved->logits);
     send_probe(m, "router", layer, ".ids", true, 2, per_slot, ids);
@@ -115,14 +106,12 @@ void dpl_probe_routing(dpl_model *m, int layer, const dpl_moe_saved *saved)
 /* ---- the batch ---- */
 
 static dpl_status fail_at(const dpl_batch *b, size_t i, const char *what, int32_t value,
-                          const char *expected, size_t high, const char *why)
-{
+                          const char *expected, size_t high, const char *why) {
     return dpl_fail(DPL_EINVAL, "%s %zu of row %zu is %d, expected %s%zu%s", what, i % b->n_seq,
                     i / b->n_seq, (int)value, expected, high, why);
 }
 
-static dpl_status check_batch(const dpl_model *m, const dpl_batch *b, size_t *n_positions_out)
-{
+static dpl_status check_batch(const dpl_model *m, const dpl_batch *b, size_t *n_positions_out) {
     const size_t V = m->config.vocab, limit = m->config.max_positions;
     if (!b->ids || b->n_batch == 0 || b->n_seq == 0)
         return dpl_fail(DPL_EINVAL, "a batch of %zu x %zu tokens, expected at least 1 x 1",
@@ -148,13 +137,11 @@ static dpl_status check_batch(const dpl_model *m, const dpl_batch *b, size_t *n_
     return DPL_OK;
 }
 
-static dpl_stream stream_of(dpl_model *m, const dpl_batch *b)
-{
+static dpl_stream stream_of(dpl_model *m, const dpl_batch *b) {
     dpl_stream s = {b->n_batch, b->n_seq, b->n_batch * b->n_seq, b->segment, b->position};
     if (!s.position) {
         int32_t *position = dpl_ctx_alloc(m->ctx, s.n_tokens * sizeof *position);
-        for (size_t i = 0; i < s.n_tokens; i++)
-            position[i] = (int32_t)(i % s.n_seq);
+        for (size_t i = 0; i < s.n_tokens; i++) position[i] = (int32_t)(i % s.n_seq);
         s.position = position;
     }
     return s;
@@ -162,8 +149,7 @@ static dpl_stream stream_of(dpl_model *m, const dpl_batch *b)
 
 // Depth k of multi-token prediction sees the embedding of the token k further and predicts the one
 // after it. Where that token is in another document the position is padding.
-static dpl_batch shift_batch(dpl_model *m, const dpl_batch *b, const dpl_stream *s, size_t depth)
-{
+static dpl_batch shift_batch(dpl_model *m, const dpl_batch *b, const dpl_stream *s, size_t depth) {
     const size_t n_seq = b->n_seq - depth, n = b->n_batch * n_seq;
     int32_t *block = dpl_ctx_alloc(m->ctx, 4 * n * sizeof *block);
     for (size_t i = 0; i < n; i++) {
@@ -178,8 +164,7 @@ static dpl_batch shift_batch(dpl_model *m, const dpl_batch *b, const dpl_stream 
     return (dpl_batch){b->n_batch, n_seq, block, block + n, block + 2 * n, block + 3 * n};
 }
 
-double dpl_batch_mtp_tokens(const dpl_model_config *c, const dpl_batch *b)
-{
+double dpl_batch_mtp_tokens(const dpl_model_config *c, const dpl_batch *b) {
     double n = 0;
     for (size_t depth = 1; depth <= c->n_mtp && depth < b->n_seq; depth++)
         for (size_t i = 0; i < b->n_batch * b->n_seq; i++) {
@@ -189,18 +174,15 @@ double dpl_batch_mtp_tokens(const dpl_model_config *c, const dpl_batch *b)
     return n;
 }
 
-static double count_targets(const dpl_batch *b)
-{
+static double count_targets(const dpl_batch *b) {
     double n = 0;
-    for (size_t i = 0; i < b->n_batch * b->n_seq; i++)
-        n += b->targets && b->targets[i] >= 0;
+    for (size_t i = 0; i < b->n_batch * b->n_seq; i++) n += b->targets && b->targets[i] >= 0;
     return n;
 }
 
 /* ---- embedding, norm, head ---- */
 
-static dpl_mat embed(dpl_model *m, const int32_t *ids, size_t n_rows)
-{
+static dpl_mat embed(dpl_model *m, const int32_t *ids, size_t n_rows) {
     const dpl_mat x = dpl_act_alloc(m, n_rows, m->config.d, true);
     dpl_ctx_phase(m->ctx, DPL_PHASE_EMBED);
     dpl_embed_forward(m->ctx, dpl_model_values(m, dpl_model_param(m, -1, DPL_P_EMBED)),
@@ -209,21 +191,18 @@ static dpl_mat embed(dpl_model *m, const int32_t *ids, size_t n_rows)
     return x;
 }
 
-static void embed_backward(dpl_model *m, dpl_mat dx, const int32_t *ids, size_t n_rows)
-{
+static void embed_backward(dpl_model *m, dpl_mat dx, const int32_t *ids, size_t n_rows) {
     dpl_ctx_phase(m->ctx, DPL_PHASE_EMBED);
     dpl_embed_backward(m->ctx, dx, ids, m->config.tied, n_rows, m->config.vocab, m->config.d,
                        dpl_model_grad(m, dpl_model_param(m, -1, DPL_P_EMBED)));
     dpl_ctx_phase(m->ctx, DPL_PHASE_OTHER);
 }
 
-static const dpl_param *head_param(const dpl_model *m)
-{
+static const dpl_param *head_param(const dpl_model *m) {
     return dpl_model_param(m, -1, m->config.tied ? DPL_P_EMBED : DPL_P_HEAD);
 }
 
-static void head_logits(dpl_model *m, dpl_mat h, size_t n_rows, float *logits)
-{
+static void head_logits(dpl_model *m, dpl_mat h, size_t n_rows, float *logits) {
     const dpl_weight w = dpl_model_weight(m, head_param(m));
     dpl_gemm_forward(m->ctx, h, &w, dpl_one_group(n_rows), dpl_mat_f32(logits, m->config.vocab));
 }
@@ -232,8 +211,7 @@ static void head_logits(dpl_model *m, dpl_mat h, size_t n_rows, float *logits)
 // NULL, and the head's gradient accumulated; with dscale 0 nothing flows back. token_loss (rows) if
 // not NULL.
 static void head_loss(dpl_model *m, dpl_mat h, const int32_t *targets, size_t n_rows,
-                      float z_weight, float dscale, double *sums, dpl_mat dh, float *token_loss)
-{
+                      float z_weight, float dscale, double *sums, dpl_mat dh, float *token_loss) {
     const size_t V = m->config.vocab, mark = dpl_ctx_mark(m->ctx);
     const bool back = dh.p && dscale != 0;
     const size_t block = DPL_MIN(DPL_MAX(LOGITS_BLOCK / V, 64), n_rows);
@@ -289,8 +267,7 @@ typedef struct pass {
 } pass;
 
 // The first tensor of layers first .. last, or outside of layers (with_rest), that is not finite.
-static const char *bad_tensor(dpl_model *m, int first, int last, bool with_rest)
-{
+static const char *bad_tensor(dpl_model *m, int first, int last, bool with_rest) {
     for (size_t i = 0; i < m->n_disk; i++) {
         const dpl_disk_tensor *t = &m->disk[i];
         if (!t->param || t->copy_of_shared) continue;
@@ -300,8 +277,7 @@ static const char *bad_tensor(dpl_model *m, int first, int last, bool with_rest)
         float *values = dpl_ctx_alloc(m->ctx, n * sizeof *values);
         dpl_disk_gather(t, m->params.master, values);
         bool good = true;
-        for (size_t j = 0; j < n && good; j++)
-            good = isfinite(values[j]);
+        for (size_t j = 0; j < n && good; j++) good = isfinite(values[j]);
         dpl_ctx_release(m->ctx, mark);
         if (!good) return t->name;
     }
@@ -311,14 +287,12 @@ static const char *bad_tensor(dpl_model *m, int first, int last, bool with_rest)
 // Says where a pass stopped being finite. The layer that went wrong is the one whose output is the
 // first bad one; a router that met it later is not to blame. Where all are good the error text that
 // is there stands, unless a tensor explains it.
-static dpl_status explain_not_finite(dpl_model *m, const dpl_layers *layers)
-{
+static dpl_status explain_not_finite(dpl_model *m, const dpl_layers *layers) {
     const size_t n = layers->n_done;
     double *squares = dpl_ctx_alloc(m->ctx, n * sizeof *squares);
     dpl_ctx_read(m->ctx, squares, layers->squares, n * sizeof *squares);
     size_t i = 0;
-    while (i < n && isfinite(squares[i]))
-        i++;
+    while (i < n && isfinite(squares[i])) i++;
     const int layer = (int)i - 1; // of the first bad output; if there is none, of the last one
     const char *tensor = bad_tensor(m, layer, i == n ? INT_MAX : layer, i == n || i == 0);
     if (i == n) return tensor ? dpl_fail(DPL_ENUMERIC, "%s is not finite", tensor) : DPL_ENUMERIC;
@@ -330,17 +304,14 @@ static dpl_status explain_not_finite(dpl_model *m, const dpl_layers *layers)
 }
 
 static void count_experts(const pass *p, size_t layer, const dpl_moe_saved *saved,
-                          dpl_loss_sums *sums)
-{
+                          dpl_loss_sums *sums) {
     const size_t E = p->m->config.n_experts;
-    for (size_t e = 0; e < E; e++)
-        p->m->counts[layer * E + e] += saved->ep.counts[e];
+    for (size_t e = 0; e < E; e++) p->m->counts[layer * E + e] += saved->ep.counts[e];
     sums->balance += saved->aux[0];
     sums->router_z += saved->aux[1];
 }
 
-dpl_status dpl_layers_forward(dpl_model *m, const int32_t *ids, dpl_layers *l)
-{
+dpl_status dpl_layers_forward(dpl_model *m, const int32_t *ids, dpl_layers *l) {
     const size_t L = m->config.n_layers, T = l->stream.n_tokens, D = m->config.d;
     l->x = dpl_ctx_alloc(m->ctx, (L + 1) * sizeof *l->x);
     l->squares = dpl_ctx_alloc(m->ctx, (L + 1) * sizeof *l->squares);
@@ -363,8 +334,7 @@ dpl_status dpl_layers_forward(dpl_model *m, const int32_t *ids, dpl_layers *l)
 
 // Logits and losses in full, for comparison with other programs; only when somebody probes.
 static void probe_loss(dpl_model *m, const char *logits_name, const char *loss_name,
-                       const dpl_stream *s, dpl_mat h, const float *token_loss)
-{
+                       const dpl_stream *s, dpl_mat h, const float *token_loss) {
     if (!m->probe) return;
     const size_t mark = dpl_ctx_mark(m->ctx);
     const dpl_mat logits = dpl_act_alloc(m, s->n_tokens, m->config.vocab, true);
@@ -377,14 +347,12 @@ static void probe_loss(dpl_model *m, const char *logits_name, const char *loss_n
 
 // What depth continues from, and its gradient: the output after the final norm, deeper the normed
 // output of the depth before. Its sequences are one longer.
-static dpl_mat mtp_source(const pass *p, size_t depth, bool gradient)
-{
+static dpl_mat mtp_source(const pass *p, size_t depth, bool gradient) {
     if (depth == 1) return gradient ? p->dfinal : p->final;
     return gradient ? p->mtp[depth - 2].dh : p->mtp[depth - 2].normed;
 }
 
-static dpl_status mtp_forward(pass *p, size_t depth, dpl_loss_sums *sums)
-{
+static dpl_status mtp_forward(pass *p, size_t depth, dpl_loss_sums *sums) {
     dpl_model *m = p->m;
     const int layer = (int)(m->config.n_layers + depth - 1);
     const size_t D = m->config.d;
@@ -422,8 +390,7 @@ static dpl_status mtp_forward(pass *p, size_t depth, dpl_loss_sums *sums)
     return DPL_OK;
 }
 
-static dpl_status mtp_backward(pass *p, size_t depth)
-{
+static dpl_status mtp_backward(pass *p, size_t depth) {
     dpl_model *m = p->m;
     const int layer = (int)(m->config.n_layers + depth - 1);
     const size_t D = m->config.d, mark = dpl_ctx_mark(m->ctx);
@@ -446,13 +413,11 @@ static dpl_status mtp_backward(pass *p, size_t depth)
     return DPL_OK;
 }
 
-static dpl_status backward(pass *p)
-{
+static dpl_status backward(pass *p) {
     dpl_model *m = p->m;
     const dpl_layers *l = &p->layers;
     const size_t L = m->config.n_layers, T = l->stream.n_tokens, D = m->config.d;
-    for (size_t depth = p->n_mtp; depth > 0; depth--)
-        DPL_TRY(mtp_backward(p, depth));
+    for (size_t depth = p->n_mtp; depth > 0; depth--) DPL_TRY(mtp_backward(p, depth));
     const dpl_mat dx = dpl_act_alloc(m, T, D, true);
     dpl_norm_backward(m, -1, DPL_P_FINAL_NORM, p->dfinal, l->x[L], p->rstd, T, dx, false);
     for (size_t i = L; i-- > 0;) {
@@ -463,8 +428,7 @@ static dpl_status backward(pass *p)
     return DPL_OK;
 }
 
-static dpl_status read_sums(const pass *p, dpl_loss_sums *sums)
-{
+static dpl_status read_sums(const pass *p, dpl_loss_sums *sums) {
     double main[3], mtp[2];
     dpl_ctx_read(p->m->ctx, main, p->sums, sizeof main);
     sums->xent = main[0];
@@ -480,8 +444,7 @@ static dpl_status read_sums(const pass *p, dpl_loss_sums *sums)
                     p->train ? "loss is" : "logits are");
 }
 
-static dpl_status run_pass(pass *p, dpl_loss_sums *sums)
-{
+static dpl_status run_pass(pass *p, dpl_loss_sums *sums) {
     dpl_model *m = p->m;
     const dpl_stream *s = &p->layers.stream;
     const size_t L = m->config.n_layers, T = s->n_tokens, D = m->config.d;
@@ -510,15 +473,13 @@ static dpl_status run_pass(pass *p, dpl_loss_sums *sums)
         head_loss(m, p->final, p->batch->targets, T, (float)p->rule->z_weight, (float)p->xent_scale,
                   p->sums, p->dfinal, token_loss);
     if (p->train) probe_loss(m, "logits", "token_loss", s, p->final, token_loss);
-    for (size_t depth = 1; depth <= p->n_mtp; depth++)
-        DPL_TRY(mtp_forward(p, depth, sums));
+    for (size_t depth = 1; depth <= p->n_mtp; depth++) DPL_TRY(mtp_forward(p, depth, sums));
     DPL_TRY(read_sums(p, sums));
     return p->train ? backward(p) : DPL_OK;
 }
 
 static dpl_aux aux_of(const dpl_model *m, const dpl_loss_rule *rule, double dscale,
-                      const dpl_batch *b)
-{
+                      const dpl_batch *b) {
     const dpl_model_config *c = &m->config;
     const double n_moe = c->n_experts ? (double)(c->n_layers - c->n_dense + c->n_mtp) : 1;
     // Megatron's balance loss is a sum over layers, the others are means.
@@ -533,8 +494,8 @@ static dpl_aux aux_of(const dpl_model *m, const dpl_loss_rule *rule, double dsca
 
 // What a pass takes from the step arena, rounded up: what is kept for backward (in evaluation one
 // layer at a time), the gradients of one layer, one block of logits. largest_out names what takes most.
-static double pass_bytes(const dpl_model *m, double n_tokens, bool train, const char **largest_out)
-{
+static double pass_bytes(const dpl_model *m, double n_tokens, bool train,
+                         const char **largest_out) {
     const dpl_model_config *c = &m->config;
     const double item = (double)dpl_dtype_bytes(m->dtype), K = (double)c->top_k;
     const double F = (double)dpl_gate_up_width(c->moe_f), layers = (double)(c->n_layers + c->n_mtp);
@@ -562,8 +523,7 @@ static double pass_bytes(const dpl_model *m, double n_tokens, bool train, const 
     return n_tokens * (kept + temporary) + logits;
 }
 
-static dpl_status check_memory(const pass *p)
-{
+static dpl_status check_memory(const pass *p) {
     const char *largest;
     const double rows = (double)p->batch->n_batch, cols = (double)p->batch->n_seq;
     const double bytes = pass_bytes(p->m, rows * cols, p->train, &largest);
@@ -577,8 +537,7 @@ static dpl_status check_memory(const pass *p)
         rows, cols, 1e-9 * bytes, 1e-9 * most, largest);
 }
 
-static dpl_status run_batch(pass *p, dpl_loss_sums *sums_out)
-{
+static dpl_status run_batch(pass *p, dpl_loss_sums *sums_out) {
     dpl_model *m = p->m;
     size_t n_positions = 0;
     DPL_TRY(check_batch(m, p->batch, &n_positions));
@@ -597,8 +556,7 @@ static dpl_status run_batch(pass *p, dpl_loss_sums *sums_out)
 
 dpl_status dpl_model_train_micro(dpl_model *m, const dpl_batch *batch, const dpl_loss_rule *rule,
                                  double xent_scale, double mtp_scale, double aux_scale,
-                                 dpl_loss_sums *sums_out)
-{
+                                 dpl_loss_sums *sums_out) {
     if (!batch->targets) return dpl_fail(DPL_EINVAL, "a training batch needs targets");
     if (!m->params.grad) return dpl_fail(DPL_EINVAL, "dpl_model_begin_training() was not called");
     pass p = {.m = m,
@@ -612,14 +570,12 @@ dpl_status dpl_model_train_micro(dpl_model *m, const dpl_batch *batch, const dpl
 }
 
 dpl_status dpl_model_evaluate(dpl_model *m, const dpl_batch *batch, const dpl_loss_rule *rule,
-                              float *logits_out, dpl_loss_sums *sums_out)
-{
+                              float *logits_out, dpl_loss_sums *sums_out) {
     pass p = {.m = m, .batch = batch, .rule = rule, .logits_out = logits_out};
     return run_batch(&p, sums_out);
 }
 
-void dpl_model_head(dpl_model *m, dpl_mat x, size_t n_rows, float *logits)
-{
+void dpl_model_head(dpl_model *m, dpl_mat x, size_t n_rows, float *logits) {
     const dpl_mat y = dpl_act_alloc(m, n_rows, m->config.d, false);
     dpl_norm_forward(m, -1, DPL_P_FINAL_NORM, x, n_rows, y);
     head_logits(m, y, n_rows, logits);
@@ -627,16 +583,14 @@ void dpl_model_head(dpl_model *m, dpl_mat x, size_t n_rows, float *logits)
 
 /* ---- after the optimizer step ---- */
 
-void dpl_model_update_bias(dpl_model *m, double rate)
-{
+void dpl_model_update_bias(dpl_model *m, double rate) {
     const size_t E = m->config.n_experts, layers = m->config.n_layers + m->config.n_mtp;
     for (size_t layer = 0; layer < layers; layer++) {
         if (!dpl_model_layer_is_moe(&m->config, layer)) continue;
         const int64_t *count = m->counts + layer * E;
         float *bias = dpl_model_bias(m, layer);
         int64_t total = 0;
-        for (size_t e = 0; e < E; e++)
-            total += count[e];
+        for (size_t e = 0; e < E; e++) total += count[e];
         // sign(mean - count) in whole numbers: total / E against count[e].
         for (size_t e = 0; e < E; e++) {
             const int64_t excess = total - count[e] * (int64_t)E;

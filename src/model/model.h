@@ -57,12 +57,34 @@ double dpl_rope_frequencies(const dpl_model_config *config, float *inv_freq);
 /* ---- parameters (params.c) ---- */
 
 typedef enum dpl_param_id { // a bias follows its matrix; Q to O are the attention block's
-    DPL_P_EMBED, DPL_P_HEAD, DPL_P_FINAL_NORM, DPL_P_ATTN_NORM,
-    DPL_P_Q, DPL_P_Q_A, DPL_P_Q_A_BIAS, DPL_P_Q_A_NORM, DPL_P_Q_B, DPL_P_KV_A, DPL_P_KV_A_BIAS,
-    DPL_P_KV_A_NORM, DPL_P_KV_B, DPL_P_O, DPL_P_O_BIAS, DPL_P_MLP_NORM,
-    DPL_P_GATE_UP, DPL_P_DOWN, // dense layers
-    DPL_P_ROUTER, DPL_P_EXPERT_GATE_UP, DPL_P_EXPERT_DOWN, DPL_P_SHARED_GATE_UP, DPL_P_SHARED_DOWN,
-    DPL_P_MTP_ENORM, DPL_P_MTP_HNORM, DPL_P_MTP_PROJ, DPL_P_MTP_NORM, DPL_P_N
+    DPL_P_EMBED,
+    DPL_P_HEAD,
+    DPL_P_FINAL_NORM,
+    DPL_P_ATTN_NORM,
+    DPL_P_Q,
+    DPL_P_Q_A,
+    DPL_P_Q_A_BIAS,
+    DPL_P_Q_A_NORM,
+    DPL_P_Q_B,
+    DPL_P_KV_A,
+    DPL_P_KV_A_BIAS,
+    DPL_P_KV_A_NORM,
+    DPL_P_KV_B,
+    DPL_P_O,
+    DPL_P_O_BIAS,
+    DPL_P_MLP_NORM,
+    DPL_P_GATE_UP,
+    DPL_P_DOWN, // dense layers
+    DPL_P_ROUTER,
+    DPL_P_EXPERT_GATE_UP,
+    DPL_P_EXPERT_DOWN,
+    DPL_P_SHARED_GATE_UP,
+    DPL_P_SHARED_DOWN,
+    DPL_P_MTP_ENORM,
+    DPL_P_MTP_HNORM,
+    DPL_P_MTP_PROJ,
+    DPL_P_MTP_NORM,
+    DPL_P_N
 } dpl_param_id;
 
 // Vectors and the untied embedding are plain row-major; matrices are in panels (ops.h).
@@ -174,33 +196,28 @@ dpl_status dpl_params_build(dpl_model *model);
 void dpl_params_free(dpl_model *model);
 typedef enum dpl_init_rule { DPL_INIT_FAN_IN, DPL_INIT_MAXTEXT, DPL_INIT_NORMAL } dpl_init_rule;
 void dpl_model_init(dpl_model *model, dpl_init_rule rule, double std, uint64_t seed);
-void dpl_model_refresh(dpl_model *model); // bf16 copies; after any change of masters
+void dpl_model_refresh(dpl_model *model);              // bf16 copies; after any change of masters
 dpl_status dpl_model_begin_training(dpl_model *model); // gradients, zeroed
 void dpl_model_zero_grads(dpl_model *model);
 // The parameter `id` of a layer (-1: outside layers), NULL if the model has none.
-static inline const dpl_param *dpl_model_param(const dpl_model *model, int layer, dpl_param_id id)
-{
+static inline const dpl_param *dpl_model_param(const dpl_model *model, int layer, dpl_param_id id) {
     return model->by_id[(size_t)(layer + 1) * DPL_P_N + id];
 }
 // Its compute weight, its fp32 values, its gradient (NULL: not training).
 dpl_weight dpl_model_weight(const dpl_model *model, const dpl_param *param);
-static inline float *dpl_model_values(const dpl_model *model, const dpl_param *param)
-{
+static inline float *dpl_model_values(const dpl_model *model, const dpl_param *param) {
     return model->params.master + param->offset;
 }
-static inline float *dpl_model_grad(const dpl_model *model, const dpl_param *param)
-{
+static inline float *dpl_model_grad(const dpl_model *model, const dpl_param *param) {
     return param && model->params.grad ? model->params.grad + param->offset : NULL;
 }
-static inline float *dpl_model_bias(const dpl_model *model, size_t layer)
-{
+static inline float *dpl_model_bias(const dpl_model *model, size_t layer) {
     return model->router_bias + layer * model->config.n_experts;
 }
 // Between row-major `values` and the tensor's slice of a flat array (any laid out as params).
 void dpl_disk_gather(const dpl_disk_tensor *tensor, const float *flat, float *values);
 void dpl_disk_scatter(const dpl_disk_tensor *tensor, float *flat, const float *values);
-static inline size_t dpl_disk_elems(const dpl_disk_tensor *tensor)
-{
+static inline size_t dpl_disk_elems(const dpl_disk_tensor *tensor) {
     return (size_t)(tensor->shape[0] * tensor->shape[1]);
 }
 // Name for messages: "model.layers.3.mlp.gate_proj.weight and up_proj".

@@ -22,8 +22,7 @@ typedef struct spec {
 
 // Appends the slice (group, part) of `param`.
 static dpl_disk_tensor *add_disk(dpl_model *m, const spec *r, int layer, const dpl_param *param,
-                                 size_t group, int part)
-{
+                                 size_t group, int part) {
     dpl_disk_tensor *t = &m->disk[m->n_disk++];
     const bool vector = r->kind >= NORM, folder = r->name[strlen(r->name) - 1] == '.';
     *t = (dpl_disk_tensor){.param = param, .group = group, .part = part, .rank = vector ? 1 : 2};
@@ -41,15 +40,20 @@ static dpl_disk_tensor *add_disk(dpl_model *m, const spec *r, int layer, const d
     return t;
 }
 
-static void add_param(dpl_model *m, int layer, const spec *r)
-{
+static void add_param(dpl_model *m, int layer, const spec *r) {
     dpl_params *p = &m->params;
     dpl_param *param = &p->list[p->n++];
     const bool panels = r->kind == MATRIX || r->kind == GATE_UP;
-    *param = (dpl_param){.id = r->id, .layer = layer, .in_panels = panels,
-                         .interleaved = r->kind == GATE_UP, .n_groups = r->n_groups,
-                         .n = r->kind == GATE_UP ? dpl_gate_up_width(r->n) : r->n, .k = r->k,
-                         .offset = p->elems, .disk = m->n_disk, .ones = r->kind == NORM};
+    *param = (dpl_param){.id = r->id,
+                         .layer = layer,
+                         .in_panels = panels,
+                         .interleaved = r->kind == GATE_UP,
+                         .n_groups = r->n_groups,
+                         .n = r->kind == GATE_UP ? dpl_gate_up_width(r->n) : r->n,
+                         .k = r->k,
+                         .offset = p->elems,
+                         .disk = m->n_disk,
+                         .ones = r->kind == NORM};
     param->fan_in = panels ? (double)r->k : r->kind == ROWS;
     param->elems = panels ? r->n_groups * dpl_panel_elems(param->n, r->k) : r->n * r->k;
     p->elems += dpl_round_up(param->elems, DPL_ALIGN / sizeof(float));
@@ -62,14 +66,12 @@ static void add_param(dpl_model *m, int layer, const spec *r)
     add_disk(m, &bias, layer, NULL, 0, 0)->bias = dpl_model_bias(m, (size_t)layer);
 }
 
-static void add_rows(dpl_model *m, int layer, const spec *rows, size_t n)
-{
+static void add_rows(dpl_model *m, int layer, const spec *rows, size_t n) {
     for (size_t i = 0; i < n; i++)
         if (rows[i].present) add_param(m, layer, &rows[i]);
 }
 
-static void add_layer(dpl_model *m, size_t layer)
-{
+static void add_layer(dpl_model *m, size_t layer) {
     const dpl_model_config *c = &m->config;
     const bool mtp = layer >= c->n_layers, moe = dpl_model_layer_is_moe(c, layer);
     const bool lora = c->q_lora > 0, bias = c->attention_bias, shared = moe && c->n_shared > 0;
@@ -105,30 +107,26 @@ static void add_layer(dpl_model *m, size_t layer)
     if (!mtp) return;
     // Public files repeat embedding and head under each MTP layer.
     const spec copies[] = {{DPL_P_EMBED, ROWS, true, 1, c->vocab, d, "embed_tokens.weight"},
-                          {c->tied ? DPL_P_EMBED : DPL_P_HEAD, ROWS, true, 1, c->vocab, d,
-                           "shared_head.head.weight"}};
+                           {c->tied ? DPL_P_EMBED : DPL_P_HEAD, ROWS, true, 1, c->vocab, d,
+                            "shared_head.head.weight"}};
     for (size_t i = 0; i < DPL_COUNT(copies); i++)
         add_disk(m, &copies[i], (int)layer, dpl_model_param(m, -1, copies[i].id), 0, 0)
             ->copy_of_shared = true;
 }
 
-static void build_table(dpl_model *m)
-{
+static void build_table(dpl_model *m) {
     const dpl_model_config *c = &m->config;
     // Untied, the embedding is looked up by rows and never multiplied; tied, it is the head's
     // matrix as well.
-    const spec rows[] = {
-        {DPL_P_EMBED, c->tied ? MATRIX : ROWS, true, 1, c->vocab, c->d,
-         "model.embed_tokens.weight"},
-        {DPL_P_FINAL_NORM, NORM, true, 1, 1, c->d, "model.norm.weight"},
-        {DPL_P_HEAD, MATRIX, !c->tied, 1, c->vocab, c->d, "lm_head.weight"}};
+    const spec rows[] = {{DPL_P_EMBED, c->tied ? MATRIX : ROWS, true, 1, c->vocab, c->d,
+                          "model.embed_tokens.weight"},
+                         {DPL_P_FINAL_NORM, NORM, true, 1, 1, c->d, "model.norm.weight"},
+                         {DPL_P_HEAD, MATRIX, !c->tied, 1, c->vocab, c->d, "lm_head.weight"}};
     add_rows(m, -1, rows, DPL_COUNT(rows));
-    for (size_t layer = 0; layer < c->n_layers + c->n_mtp; layer++)
-        add_layer(m, layer);
+    for (size_t layer = 0; layer < c->n_layers + c->n_mtp; layer++) add_layer(m, layer);
 }
 
-void dpl_param_name(const dpl_model *model, const dpl_param *param, char *text, size_t size)
-{
+void dpl_param_name(const dpl_model *model, const dpl_param *param, char *text, size_t size) {
     const char *more = param->n_groups > 1  ? " and the other experts'"
                        : param->interleaved ? " and up_proj"
                                             : "";
@@ -137,8 +135,7 @@ void dpl_param_name(const dpl_model *model, const dpl_param *param, char *text, 
 
 /* ---- memory ---- */
 
-dpl_status dpl_params_build(dpl_model *m)
-{
+dpl_status dpl_params_build(dpl_model *m) {
     const dpl_model_config *c = &m->config;
     const size_t layers = c->n_layers + c->n_mtp, moe_layers = c->n_experts ? layers : 0;
     m->by_id = dpl_alloc_array((layers + 1) * DPL_P_N, sizeof *m->by_id);
@@ -162,8 +159,7 @@ dpl_status dpl_params_build(dpl_model *m)
     return DPL_OK;
 }
 
-void dpl_params_free(dpl_model *m)
-{
+void dpl_params_free(dpl_model *m) {
     dpl_free(m->by_id);
     dpl_free(m->params.list);
     dpl_free(m->router_bias);
@@ -174,8 +170,7 @@ void dpl_params_free(dpl_model *m)
     dpl_free(m->params.copy);
 }
 
-dpl_status dpl_model_begin_training(dpl_model *m)
-{
+dpl_status dpl_model_begin_training(dpl_model *m) {
     if (m->params.grad) return DPL_OK;
     m->params.grad = dpl_alloc_array(m->params.elems, sizeof(float));
     if (m->params.grad) return DPL_OK;
@@ -183,18 +178,15 @@ dpl_status dpl_model_begin_training(dpl_model *m)
                     4e-9 * (double)m->params.elems);
 }
 
-void dpl_model_zero_grads(dpl_model *m)
-{
+void dpl_model_zero_grads(dpl_model *m) {
     dpl_zero(m->ctx, m->params.grad, m->params.elems * sizeof(float));
 }
 
-void dpl_model_refresh(dpl_model *m)
-{
+void dpl_model_refresh(dpl_model *m) {
     if (m->params.copy) dpl_to_bf16(m->ctx, m->params.master, m->params.elems, m->params.copy);
 }
 
-dpl_weight dpl_model_weight(const dpl_model *m, const dpl_param *param)
-{
+dpl_weight dpl_model_weight(const dpl_model *m, const dpl_param *param) {
     if (!param) return (dpl_weight){0};
     // The router always computes in fp32.
     const bool bf16 = m->params.copy && param->id != DPL_P_ROUTER;
@@ -206,8 +198,7 @@ dpl_weight dpl_model_weight(const dpl_model *m, const dpl_param *param)
 /* ---- row-major slices ---- */
 
 // Where row `r` of the slice begins, and the step from one column to the next.
-static size_t slice_row(const dpl_disk_tensor *t, size_t r, size_t *step_out)
-{
+static size_t slice_row(const dpl_disk_tensor *t, size_t r, size_t *step_out) {
     const dpl_param *p = t->param;
     *step_out = p->in_panels ? DPL_PANEL : 1;
     if (!p->in_panels) return p->offset + r * p->k;
@@ -215,28 +206,23 @@ static size_t slice_row(const dpl_disk_tensor *t, size_t r, size_t *step_out)
     return p->offset + t->group * dpl_panel_elems(p->n, p->k) + dpl_panel_index(n, 0, p->k);
 }
 
-static size_t slice_rows(const dpl_disk_tensor *t)
-{
+static size_t slice_rows(const dpl_disk_tensor *t) {
     return dpl_disk_elems(t) / t->param->k;
 }
 
-void dpl_disk_gather(const dpl_disk_tensor *t, const float *flat, float *values)
-{
+void dpl_disk_gather(const dpl_disk_tensor *t, const float *flat, float *values) {
     size_t step;
     for (size_t r = 0; r < slice_rows(t); r++) {
         const float *src = flat + slice_row(t, r, &step);
-        for (size_t i = 0; i < t->param->k; i++)
-            *values++ = src[i * step];
+        for (size_t i = 0; i < t->param->k; i++) *values++ = src[i * step];
     }
 }
 
-void dpl_disk_scatter(const dpl_disk_tensor *t, float *flat, const float *values)
-{
+void dpl_disk_scatter(const dpl_disk_tensor *t, float *flat, const float *values) {
     size_t step;
     for (size_t r = 0; r < slice_rows(t); r++) {
         float *dst = flat + slice_row(t, r, &step);
-        for (size_t i = 0; i < t->param->k; i++)
-            dst[i * step] = *values++;
+        for (size_t i = 0; i < t->param->k; i++) dst[i * step] = *values++;
     }
 }
 
@@ -252,8 +238,7 @@ typedef struct init_task {
     bool truncated;
 } init_task;
 
-static double draw(const init_task *task, uint64_t counter)
-{
+static double draw(const init_task *task, uint64_t counter) {
     if (!task->truncated) return dpl_rng_normal(task->seed, task->stream, counter);
     // Cut at two sigma; the divisor is the standard deviation of what is left.
     for (uint64_t again = 0;; again++) {
@@ -262,19 +247,16 @@ static double draw(const init_task *task, uint64_t counter)
     }
 }
 
-static void init_row(void *arg, size_t row, int i_thread)
-{
+static void init_row(void *arg, size_t row, int i_thread) {
     (void)i_thread;
     const init_task *task = arg;
     size_t step;
     float *dst = task->model->params.master + slice_row(task->tensor, row, &step);
     const size_t k = task->tensor->param->k;
-    for (size_t i = 0; i < k; i++)
-        dst[i * step] = (float)(task->std * draw(task, row * k + i));
+    for (size_t i = 0; i < k; i++) dst[i * step] = (float)(task->std * draw(task, row * k + i));
 }
 
-static double fan_in(const dpl_model_config *c, const dpl_param *p, dpl_init_rule rule)
-{
+static double fan_in(const dpl_model_config *c, const dpl_param *p, dpl_init_rule rule) {
     if (rule == DPL_INIT_FAN_IN) return p->fan_in;
     // MaxText: 1 for the embedding even when it is the head too; the experts' axis goes into the
     // fan, and the wrong one of the two others.
@@ -284,8 +266,7 @@ static double fan_in(const dpl_model_config *c, const dpl_param *p, dpl_init_rul
     return p->fan_in;
 }
 
-void dpl_model_init(dpl_model *m, dpl_init_rule rule, double std, uint64_t seed)
-{
+void dpl_model_init(dpl_model *m, dpl_init_rule rule, double std, uint64_t seed) {
     for (size_t i = 0; i < m->params.n; i++) {
         const dpl_param *p = &m->params.list[i];
         for (size_t j = 0; p->fan_in == 0 && j < p->k; j++)
@@ -296,7 +277,9 @@ void dpl_model_init(dpl_model *m, dpl_init_rule rule, double std, uint64_t seed)
         if (!t->param || t->copy_of_shared || t->param->fan_in == 0) continue;
         const dpl_param_id id = t->param->id;
         const bool normal = rule == DPL_INIT_NORMAL, attention = id >= DPL_P_Q && id <= DPL_P_O;
-        init_task task = {.model = m, .tensor = t, .seed = seed,
+        init_task task = {.model = m,
+                          .tensor = t,
+                          .seed = seed,
                           .stream = dpl_hash64(t->name, strlen(t->name), 0),
                           .std = normal ? std : 1 / sqrt(fan_in(&m->config, t->param, rule)),
                           .truncated = !normal && id != DPL_P_EMBED && !attention};

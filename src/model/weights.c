@@ -11,8 +11,7 @@
 #include "model/model.h"
 
 dpl_status dpl_model_read_config(const char *dir, dpl_model_config *config_out,
-                                 dpl_dtype *dtype_out)
-{
+                                 dpl_dtype *dtype_out) {
     char path[PATH_MAX];
     DPL_TRY(dpl_path_join(dir, "config.json", path));
     json_t *object;
@@ -28,55 +27,50 @@ dpl_status dpl_model_read_config(const char *dir, dpl_model_config *config_out,
     return status == DPL_OK ? DPL_OK : dpl_fail_in(status, "%s", path);
 }
 
-static size_t largest_elems(const dpl_model *m)
-{
+static size_t largest_elems(const dpl_model *m) {
     size_t largest = m->config.vocab * m->config.d;
-    for (size_t i = 0; i < m->n_disk; i++)
-        largest = DPL_MAX(largest, dpl_disk_elems(&m->disk[i]));
+    for (size_t i = 0; i < m->n_disk; i++) largest = DPL_MAX(largest, dpl_disk_elems(&m->disk[i]));
     return largest;
 }
 
 /* ---- reading ---- */
 
 static dpl_status check_shape(const dpl_disk_tensor *want, const dpl_st_tensor *got,
-                              const char *file)
-{
+                              const char *file) {
     const int64_t rows = got->rank > 0 ? got->shape[0] : 1;
     const int64_t cols = got->rank > 1 ? got->shape[1] : 1;
     if (got->rank == want->rank && rows == want->shape[0] && cols == want->shape[1]) return DPL_OK;
-    return dpl_fail(DPL_EFORMAT, "%s: \"%s\" has rank %d and shape (%lld, %lld), expected rank %d "
-                    "and (%lld, %lld)", file, got->name, got->rank, (long long)rows,
-                    (long long)cols, want->rank, (long long)want->shape[0],
-                    (long long)want->shape[1]);
+    return dpl_fail(DPL_EFORMAT,
+                    "%s: \"%s\" has rank %d and shape (%lld, %lld), expected rank %d "
+                    "and (%lld, %lld)",
+                    file, got->name, got->rank, (long long)rows, (long long)cols, want->rank,
+                    (long long)want->shape[0], (long long)want->shape[1]);
 }
 
 // Into the same slice of `flat`. values, other: as large as the tensor. A copy must equal what it
 // repeats.
 static dpl_status read_tensor(const dpl_disk_tensor *want, const dpl_st_tensor *got,
-                              const char *file, float *flat, float *values, float *other)
-{
+                              const char *file, float *flat, float *values, float *other) {
     DPL_TRY(check_shape(want, got, file));
     const size_t n = dpl_disk_elems(want);
     const dpl_status status = dpl_st_read_f32(got, 0, n, want->bias ? want->bias : values);
     if (status != DPL_OK) return dpl_fail_in(status, "%s", file);
-    if (want->copy_of_shared)
-        dpl_disk_gather(want, flat, other);
-    else if (!want->bias)
-        dpl_disk_scatter(want, flat, values);
+    if (want->copy_of_shared) dpl_disk_gather(want, flat, other);
+    else if (!want->bias) dpl_disk_scatter(want, flat, values);
     if (!want->copy_of_shared || memcmp(values, other, n * sizeof(float)) == 0) return DPL_OK;
-    return dpl_fail(DPL_EFORMAT, "%s: \"%s\" differs from the embedding or head that it must "
-                    "repeat", file, got->name);
+    return dpl_fail(DPL_EFORMAT,
+                    "%s: \"%s\" differs from the embedding or head that it must "
+                    "repeat",
+                    file, got->name);
 }
 
-static int compare_names(const void *a, const void *b)
-{
+static int compare_names(const void *a, const void *b) {
     return strcmp(((const dpl_disk_tensor *const *)a)[0]->name,
                   ((const dpl_disk_tensor *const *)b)[0]->name);
 }
 
 // Tensors that public files carry beside the model's: of layers after its last one, rotary tables.
-static bool is_known_extra(const dpl_model *m, const char *name)
-{
+static bool is_known_extra(const dpl_model *m, const char *name) {
     static const char layers[] = "model.layers.", rotary[] = "rotary_emb.inv_freq";
     const size_t n = strlen(name), n_layers = sizeof layers - 1, n_rotary = sizeof rotary - 1;
     if (strncmp(name, layers, n_layers) == 0 && name[n_layers] >= '0' && name[n_layers] <= '9') {
@@ -92,20 +86,16 @@ typedef struct name_list { // the first few names, and how many there are
     char text[320];
 } name_list;
 
-static void list_name(name_list *list, const char *name)
-{
+static void list_name(name_list *list, const char *name) {
     const size_t room = sizeof list->text - list->used;
     const int more = snprintf(list->text + list->used, room, "%s\"%s\"", list->n ? ", " : "", name);
-    if (more > 0 && (size_t)more < room)
-        list->used += (size_t)more;
-    else
-        list->text[list->used] = '\0';
+    if (more > 0 && (size_t)more < room) list->used += (size_t)more;
+    else list->text[list->used] = '\0';
     list->n++;
 }
 
 static void list_unknown(const dpl_model *m, const dpl_shards *shards,
-                         const dpl_disk_tensor **sorted, name_list *unknown)
-{
+                         const dpl_disk_tensor **sorted, name_list *unknown) {
     size_t n_ignored = 0;
     for (size_t i = 0; i < dpl_shards_count(shards); i++) {
         dpl_disk_tensor key;
@@ -116,18 +106,15 @@ static void list_unknown(const dpl_model *m, const dpl_shards *shards,
             bsearch(&key_p, sorted, m->n_disk, sizeof *sorted, compare_names))
             continue;
         if (m->config.tied && strcmp(name, "lm_head.weight") == 0) continue; // checked later
-        if (is_known_extra(m, name))
-            n_ignored++;
-        else
-            list_name(unknown, name);
+        if (is_known_extra(m, name)) n_ignored++;
+        else list_name(unknown, name);
     }
     if (n_ignored) dpl_log("%zu tensors beyond this model's layers were left unread", n_ignored);
 }
 
 // The names in the files are those of the model. Both kinds of deviation stand in one message: a
 // renamed tensor is one of each.
-static dpl_status check_names(const dpl_model *m, const dpl_shards *shards, const char *dir)
-{
+static dpl_status check_names(const dpl_model *m, const dpl_shards *shards, const char *dir) {
     const dpl_disk_tensor **sorted = dpl_alloc_array(m->n_disk, sizeof(dpl_disk_tensor *));
     if (!sorted) return dpl_fail(DPL_ENOMEM, "no memory to check %zu tensor names", m->n_disk);
     name_list missing = {0}, unknown = {0};
@@ -151,8 +138,7 @@ static dpl_status check_names(const dpl_model *m, const dpl_shards *shards, cons
 }
 
 static dpl_status check_tied_head(dpl_model *m, const dpl_shards *shards, float *values,
-                                  float *other)
-{
+                                  float *other) {
     const char *file;
     const dpl_st_tensor *head = m->config.tied ? dpl_shards_find(shards, "lm_head.weight", &file)
                                                : NULL;
@@ -163,8 +149,7 @@ static dpl_status check_tied_head(dpl_model *m, const dpl_shards *shards, float 
 }
 
 // Copies come last: what they repeat must be there.
-static dpl_status read_all(dpl_model *m, const dpl_shards *shards, float *values, float *other)
-{
+static dpl_status read_all(dpl_model *m, const dpl_shards *shards, float *values, float *other) {
     for (int copies = 0; copies < 2; copies++)
         for (size_t i = 0; i < m->n_disk; i++) {
             const char *file;
@@ -175,8 +160,7 @@ static dpl_status read_all(dpl_model *m, const dpl_shards *shards, float *values
     return check_tied_head(m, shards, values, other);
 }
 
-dpl_status dpl_model_load(dpl_model *m, const char *dir)
-{
+dpl_status dpl_model_load(dpl_model *m, const char *dir) {
     dpl_shards *shards;
     DPL_TRY(dpl_shards_open(dir, &shards));
     const size_t n = largest_elems(m);
@@ -207,8 +191,7 @@ typedef struct slots {
     uint16_t *halves;
 } slots;
 
-static void close_slots(slots *s)
-{
+static void close_slots(slots *s) {
     dpl_free(s->at);
     dpl_free(s->tensors);
     dpl_free(s->values);
@@ -217,21 +200,21 @@ static void close_slots(slots *s)
 }
 
 static void add_slot(slots *s, const dpl_disk_tensor *t, const char *prefix, float *flat,
-                     dpl_st_dtype dtype)
-{
+                     dpl_st_dtype dtype) {
     slot *at = &s->at[s->n];
     at->t = t;
     at->flat = flat;
     snprintf(at->name, sizeof at->name, "%s%s", prefix, t->name);
-    s->tensors[s->n++] = (dpl_st_tensor){.name = at->name, .dtype = dtype, .rank = t->rank,
+    s->tensors[s->n++] = (dpl_st_tensor){.name = at->name,
+                                         .dtype = dtype,
+                                         .rank = t->rank,
                                          .shape = {t->shape[0], t->shape[1]},
                                          .bytes = dpl_disk_elems(t) * dpl_st_dtype_bytes(dtype)};
 }
 
 // prefixes NULL: the whole model, else of each flat array what the optimizer knows.
 static dpl_status open_slots(dpl_model *m, const char *const *prefixes, float *const *flats,
-                             size_t n_flats, dpl_dtype dtype, slots *s)
-{
+                             size_t n_flats, dpl_dtype dtype, slots *s) {
     const size_t n = m->n_disk * n_flats, elems = largest_elems(m);
     *s = (slots){0, dpl_alloc_array(n, sizeof *s->at), dpl_alloc_array(n, sizeof *s->tensors),
                  dpl_alloc_array(elems, sizeof(float)), dpl_alloc_array(elems, sizeof(uint16_t))};
@@ -251,21 +234,18 @@ static dpl_status open_slots(dpl_model *m, const char *const *prefixes, float *c
     return DPL_OK;
 }
 
-static dpl_status write_slot(void *arg, size_t i, dpl_st_writer *writer)
-{
+static dpl_status write_slot(void *arg, size_t i, dpl_st_writer *writer) {
     const slots *s = arg;
     const dpl_disk_tensor *t = s->at[i].t;
     if (t->bias) return dpl_st_append(writer, t->bias, s->tensors[i].bytes);
     dpl_disk_gather(t, s->at[i].flat, s->values);
     if (s->tensors[i].dtype == DPL_ST_F32)
         return dpl_st_append(writer, s->values, s->tensors[i].bytes);
-    for (size_t j = 0; j < dpl_disk_elems(t); j++)
-        s->halves[j] = dpl_f32_to_bf16(s->values[j]);
+    for (size_t j = 0; j < dpl_disk_elems(t); j++) s->halves[j] = dpl_f32_to_bf16(s->values[j]);
     return dpl_st_append(writer, s->halves, s->tensors[i].bytes);
 }
 
-static dpl_status write_config(const dpl_model *m, const char *dir, dpl_dtype dtype)
-{
+static dpl_status write_config(const dpl_model *m, const char *dir, dpl_dtype dtype) {
     char path[PATH_MAX];
     DPL_TRY(dpl_path_join(dir, "config.json", path));
     json_t *object = dpl_model_config_to_json(&m->config, dtype);
@@ -275,8 +255,7 @@ static dpl_status write_config(const dpl_model *m, const char *dir, dpl_dtype dt
     return status;
 }
 
-dpl_status dpl_model_save(dpl_model *m, const char *dir, dpl_dtype dtype, size_t shard_bytes)
-{
+dpl_status dpl_model_save(dpl_model *m, const char *dir, dpl_dtype dtype, size_t shard_bytes) {
     slots s;
     DPL_TRY(open_slots(m, NULL, &m->params.master, 1, dtype, &s));
     dpl_status status = write_config(m, dir, dtype);
@@ -287,22 +266,19 @@ dpl_status dpl_model_save(dpl_model *m, const char *dir, dpl_dtype dtype, size_t
 }
 
 dpl_status dpl_model_save_flat(dpl_model *m, const char *path, const char *const *prefixes,
-                               float *const *flats, size_t n_flats)
-{
+                               float *const *flats, size_t n_flats) {
     slots s;
     dpl_st_writer *writer = NULL;
     DPL_TRY(open_slots(m, prefixes, flats, n_flats, DPL_F32, &s));
     dpl_status status = dpl_st_create(path, s.tensors, s.n, NULL, &writer);
-    for (size_t i = 0; i < s.n && status == DPL_OK; i++)
-        status = write_slot(&s, i, writer);
+    for (size_t i = 0; i < s.n && status == DPL_OK; i++) status = write_slot(&s, i, writer);
     if (status == DPL_OK) status = dpl_st_finish(&writer);
     dpl_st_abandon(&writer);
     close_slots(&s);
     return status;
 }
 
-static dpl_status read_slot(const slot *at, const dpl_st_file *file, float *values)
-{
+static dpl_status read_slot(const slot *at, const dpl_st_file *file, float *values) {
     const char *path = dpl_st_path(file);
     const dpl_st_tensor *got = dpl_st_find(file, at->name);
     if (got) return read_tensor(at->t, got, path, at->flat, values, NULL);
@@ -310,8 +286,7 @@ static dpl_status read_slot(const slot *at, const dpl_st_file *file, float *valu
 }
 
 dpl_status dpl_model_load_flat(dpl_model *m, const char *path, const char *const *prefixes,
-                               float *const *flats, size_t n_flats)
-{
+                               float *const *flats, size_t n_flats) {
     dpl_st_file *file;
     slots s;
     DPL_TRY(dpl_st_open(path, &file));

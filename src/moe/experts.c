@@ -5,15 +5,13 @@
 // front of it, and the experts' outputs need not be kept for the backward pass.
 #include "moe/moe.h"
 
-static dpl_phase gemm_phase(dpl_groups groups)
-{
+static dpl_phase gemm_phase(dpl_groups groups) {
     return groups.offsets ? DPL_PHASE_GMM : DPL_PHASE_GEMM;
 }
 
 void dpl_experts_forward(dpl_ctx *ctx, dpl_mat rows, const float *row_weight, dpl_groups groups,
                          size_t f, const dpl_weight *gate_up_w, const dpl_weight *down_w,
-                         dpl_mat gate_up, dpl_mat hidden, dpl_mat y)
-{
+                         dpl_mat gate_up, dpl_mat hidden, dpl_mat y) {
     const dpl_phase before = dpl_ctx_phase(ctx, gemm_phase(groups));
     dpl_gemm_forward(ctx, rows, gate_up_w, groups, gate_up);
     dpl_ctx_phase(ctx, DPL_PHASE_SWIGLU);
@@ -26,8 +24,7 @@ void dpl_experts_forward(dpl_ctx *ctx, dpl_mat rows, const float *row_weight, dp
 void dpl_experts_backward(dpl_ctx *ctx, dpl_mat rows, const float *row_weight, dpl_groups groups,
                           size_t f, const dpl_weight *gate_up_w, const dpl_weight *down_w,
                           dpl_mat gate_up, dpl_mat hidden, dpl_mat dy, dpl_mat drows,
-                          bool accumulate, float *drow_weight, float *dgate_up_w, float *ddown_w)
-{
+                          bool accumulate, float *drow_weight, float *dgate_up_w, float *ddown_w) {
     const size_t n = groups.n_rows, d = down_w->n, width = dpl_gate_up_width(f);
     const size_t element = dpl_dtype_bytes(gate_up.dtype), mark = dpl_ctx_mark(ctx);
     const dpl_mat dhidden = {dpl_ctx_alloc(ctx, n * f * element), f, gate_up.dtype};

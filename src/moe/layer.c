@@ -7,20 +7,17 @@
 
 // A (rows, columns) matrix of activations.
 static dpl_mat keep_mat(dpl_ctx *ctx, dpl_moe_memory *memory, dpl_dtype dtype, size_t n_rows,
-                        size_t n_columns)
-{
+                        size_t n_columns) {
     const size_t bytes = n_rows * n_columns * dpl_dtype_bytes(dtype);
     return (dpl_mat){dpl_moe_keep(ctx, memory, bytes), n_columns, dtype};
 }
 
-static dpl_groups expert_groups(const dpl_ep *ep)
-{
+static dpl_groups expert_groups(const dpl_ep *ep) {
     return (dpl_groups){ep->n_local, ep->n_rows, ep->report->offsets};
 }
 
 static void keep_routing(dpl_ctx *ctx, dpl_moe_memory *memory, const dpl_moe_shape *shape,
-                         dpl_moe_saved *s)
-{
+                         dpl_moe_saved *s) {
     const size_t n_logits = s->n_tokens * shape->rule.n_experts;
     const size_t n_slots = s->n_tokens * shape->rule.top_k;
     s->ep = dpl_ep_alloc(ctx, memory, shape, s->n_tokens);
@@ -31,8 +28,7 @@ static void keep_routing(dpl_ctx *ctx, dpl_moe_memory *memory, const dpl_moe_sha
 }
 
 static void keep_rows(dpl_ctx *ctx, dpl_moe_memory *memory, const dpl_moe_shape *shape,
-                      dpl_moe_saved *s)
-{
+                      dpl_moe_saved *s) {
     const size_t n = s->n_rows, width = dpl_gate_up_width(shape->f), shared_f = shape->shared_f;
     s->rows = keep_mat(ctx, memory, shape->dtype, n, shape->d);
     s->row_weight = dpl_moe_keep(ctx, memory, n * sizeof(float));
@@ -44,8 +40,7 @@ static void keep_rows(dpl_ctx *ctx, dpl_moe_memory *memory, const dpl_moe_shape 
     s->shared_hidden = keep_mat(ctx, memory, shape->dtype, s->n_tokens, shared_f);
 }
 
-size_t dpl_moe_saved_bytes(const dpl_moe_shape *shape, size_t n_tokens)
-{
+size_t dpl_moe_saved_bytes(const dpl_moe_shape *shape, size_t n_tokens) {
     dpl_moe_memory count = {NULL, 0};
     dpl_moe_saved saved = {.n_tokens = n_tokens, .n_rows = n_tokens * shape->rule.top_k};
     keep_routing(NULL, &count, shape, &saved);
@@ -56,8 +51,7 @@ size_t dpl_moe_saved_bytes(const dpl_moe_shape *shape, size_t n_tokens)
 dpl_status dpl_moe_forward_in(dpl_ctx *ctx, dpl_comm *comm, const dpl_moe_shape *shape,
                               const dpl_moe_weights *weights, dpl_mat x, size_t n_tokens,
                               const int32_t *segment, const dpl_aux *aux, dpl_moe_memory *memory,
-                              dpl_moe_saved *saved_out, dpl_mat y)
-{
+                              dpl_moe_saved *saved_out, dpl_mat y) {
     const bool has_shared = shape->shared_f > 0, direct = !has_shared || y.dtype == DPL_F32;
     const size_t d = shape->d, before = dpl_ctx_mark(ctx);
     dpl_moe_saved s = {.n_tokens = n_tokens};
@@ -91,8 +85,7 @@ dpl_status dpl_moe_forward_in(dpl_ctx *ctx, dpl_comm *comm, const dpl_moe_shape 
 dpl_status dpl_moe_backward(dpl_ctx *ctx, dpl_comm *comm, const dpl_moe_shape *shape,
                             const dpl_moe_weights *weights, dpl_mat x, const dpl_aux *aux,
                             const dpl_moe_saved *saved, dpl_mat dy, dpl_mat dx,
-                            const dpl_moe_grads *grads)
-{
+                            const dpl_moe_grads *grads) {
     const size_t d = shape->d, n_slots = saved->n_tokens * shape->rule.top_k;
     DPL_TRY(dpl_ep_check_ranks(comm));
     const size_t mark = dpl_ctx_mark(ctx);

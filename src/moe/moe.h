@@ -127,10 +127,9 @@ dpl_status dpl_moe_forward_in(dpl_ctx *ctx, dpl_comm *comm, const dpl_moe_shape 
                               const int32_t *segment, const dpl_aux *aux, dpl_moe_memory *memory,
                               dpl_moe_saved *saved_out, dpl_mat y);
 static inline dpl_status dpl_moe_forward(dpl_ctx *ctx, dpl_comm *comm, const dpl_moe_shape *shape,
-                                         const dpl_moe_weights *weights, dpl_mat x,
-                                         size_t n_tokens, const int32_t *segment,
-                                         const dpl_aux *aux, dpl_moe_saved *saved_out, dpl_mat y)
-{
+                                         const dpl_moe_weights *weights, dpl_mat x, size_t n_tokens,
+                                         const int32_t *segment, const dpl_aux *aux,
+                                         dpl_moe_saved *saved_out, dpl_mat y) {
     return dpl_moe_forward_in(ctx, comm, shape, weights, x, n_tokens, segment, aux, NULL, saved_out,
                               y);
 }

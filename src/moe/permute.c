@@ -6,30 +6,26 @@
 
 #include <inttypes.h>
 
-void *dpl_moe_keep(dpl_ctx *ctx, dpl_moe_memory *memory, size_t bytes)
-{
+void *dpl_moe_keep(dpl_ctx *ctx, dpl_moe_memory *memory, size_t bytes) {
     if (!memory) return dpl_ctx_alloc(ctx, bytes);
     void *p = memory->p ? memory->p + memory->used_bytes : NULL;
     memory->used_bytes += dpl_round_up(bytes, DPL_ALIGN);
     return p;
 }
 
-dpl_status dpl_ep_check_ranks(const dpl_comm *comm)
-{
+dpl_status dpl_ep_check_ranks(const dpl_comm *comm) {
     if (comm->n_ranks == 1) return DPL_OK;
     return dpl_fail(DPL_ENOSUP, "expert parallelism over %d ranks (transport %s), expected 1",
                     comm->n_ranks, comm->ops->name);
 }
 
-dpl_status dpl_ep_check_slots(size_t n_tokens, size_t top_k)
-{
+dpl_status dpl_ep_check_slots(size_t n_tokens, size_t top_k) {
     if (n_tokens <= (size_t)INT32_MAX / top_k) return DPL_OK;
     return dpl_fail(DPL_EINVAL, "%zu tokens of %zu experts each, expected at most %d in all",
                     n_tokens, top_k, INT32_MAX);
 }
 
-dpl_status dpl_ep_check_ids(const int32_t *ids, size_t n_tokens, size_t top_k, size_t n_experts)
-{
+dpl_status dpl_ep_check_ids(const int32_t *ids, size_t n_tokens, size_t top_k, size_t n_experts) {
     for (size_t slot = 0; slot < n_tokens * top_k; slot++) {
         const size_t t = slot / top_k, k = slot % top_k;
         const int32_t id = ids[slot];
@@ -48,8 +44,7 @@ dpl_status dpl_ep_check_ids(const int32_t *ids, size_t n_tokens, size_t top_k, s
     return DPL_OK;
 }
 
-dpl_status dpl_ep_check(dpl_comm *comm, const dpl_moe_shape *shape, size_t n_tokens)
-{
+dpl_status dpl_ep_check(dpl_comm *comm, const dpl_moe_shape *shape, size_t n_tokens) {
     DPL_TRY(dpl_ep_check_ranks(comm));
     dpl_status status = dpl_ep_check_slots(n_tokens, shape->rule.top_k);
     if (shape->first_expert != 0 || shape->n_local != shape->rule.n_experts)
@@ -59,14 +54,12 @@ dpl_status dpl_ep_check(dpl_comm *comm, const dpl_moe_shape *shape, size_t n_tok
     return status == DPL_OK ? DPL_OK : dpl_comm_agree(comm, status);
 }
 
-static size_t report_bytes(size_t n_experts)
-{
+static size_t report_bytes(size_t n_experts) {
     return sizeof(dpl_moe_report) + (n_experts + 1) * sizeof(int64_t);
 }
 
 dpl_ep dpl_ep_alloc(dpl_ctx *ctx, dpl_moe_memory *memory, const dpl_moe_shape *shape,
-                    size_t n_tokens)
-{
+                    size_t n_tokens) {
     const size_t n_experts = shape->rule.n_experts, n_slots = n_tokens * shape->rule.top_k;
     dpl_ep ep = {.n_tokens = n_tokens, .top_k = shape->rule.top_k, .n_local = shape->n_local};
     ep.report = dpl_moe_keep(ctx, memory, report_bytes(n_experts));
@@ -77,22 +70,19 @@ dpl_ep dpl_ep_alloc(dpl_ctx *ctx, dpl_moe_memory *memory, const dpl_moe_shape *s
 }
 
 // Each rank tells the owner of each expert how many rows come; with one rank the owner is this one.
-static dpl_status exchange_counts(dpl_comm *comm, dpl_ep *ep, int64_t *received)
-{
+static dpl_status exchange_counts(dpl_comm *comm, dpl_ep *ep, int64_t *received) {
     const size_t offset = 0, bytes = ep->n_local * sizeof(int64_t);
     dpl_ticket ticket;
     DPL_TRY(comm->ops->all_to_all(comm, (dpl_blocks){ep->counts, &offset, &bytes},
                                   (dpl_blocks){received, &offset, &bytes}, &ticket));
     DPL_TRY(comm->ops->wait(comm, ticket));
     ep->n_rows = 0;
-    for (size_t e = 0; e < ep->n_local; e++)
-        ep->n_rows += (size_t)received[e];
+    for (size_t e = 0; e < ep->n_local; e++) ep->n_rows += (size_t)received[e];
     return DPL_OK;
 }
 
 dpl_status dpl_ep_prepare(dpl_ctx *ctx, dpl_comm *comm, const int32_t *ids, dpl_ep *ep,
-                          double aux_out[2])
-{
+                          double aux_out[2]) {
     const dpl_phase before = dpl_ctx_phase(ctx, DPL_PHASE_DISPATCH);
     const size_t mark = dpl_ctx_mark(ctx), bytes = report_bytes(ep->n_local);
     dpl_moe_report *report = dpl_ctx_alloc(ctx, bytes);

@@ -6,8 +6,7 @@
 
 void dpl_router_forward(dpl_ctx *ctx, const dpl_moe_shape *shape, const dpl_moe_weights *weights,
                         dpl_mat x, const int32_t *segment, const dpl_aux *aux,
-                        const dpl_moe_saved *saved)
-{
+                        const dpl_moe_saved *saved) {
     const dpl_route_rule *rule = &shape->rule;
     const size_t n_tokens = saved->n_tokens;
     dpl_moe_report *report = saved->ep.report;
@@ -18,15 +17,13 @@ void dpl_router_forward(dpl_ctx *ctx, const dpl_moe_shape *shape, const dpl_moe_
                       saved->ids, saved->weights, &report->bad_row);
     if (aux)
         dpl_aux_losses(ctx, rule, aux, saved->logits, saved->score, saved->ids, report->aux, NULL);
-    else
-        dpl_zero(ctx, report->aux, sizeof report->aux);
+    else dpl_zero(ctx, report->aux, sizeof report->aux);
     dpl_ctx_phase(ctx, before);
 }
 
 void dpl_router_backward(dpl_ctx *ctx, const dpl_moe_shape *shape, const dpl_moe_weights *weights,
                          dpl_mat x, const dpl_aux *aux, const dpl_moe_saved *saved,
-                         const float *dweights, dpl_mat dx, float *drouter)
-{
+                         const float *dweights, dpl_mat dx, float *drouter) {
     const dpl_route_rule *rule = &shape->rule;
     const dpl_groups all = dpl_one_group(saved->n_tokens);
     const dpl_phase before = dpl_ctx_phase(ctx, DPL_PHASE_ROUTER);
