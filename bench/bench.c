@@ -20,8 +20,7 @@ static const struct {
      dpl_bench_run_step},
 };
 
-const char *dpl_bench_text(dpl_bench_args *args, const char *key, const char *otherwise)
-{
+const char *dpl_bench_text(dpl_bench_args *args, const char *key, const char *otherwise) {
     const size_t n = strlen(key);
     for (int i = 0; i < args->argc; ++i) {
         if (strncmp(args->argv[i], key, n) != 0 || args->argv[i][n] != '=') continue;
@@ -31,8 +30,7 @@ const char *dpl_bench_text(dpl_bench_args *args, const char *key, const char *ot
     return otherwise;
 }
 
-size_t dpl_bench_size(dpl_bench_args *args, const char *key, size_t otherwise)
-{
+size_t dpl_bench_size(dpl_bench_args *args, const char *key, size_t otherwise) {
     const char *text = dpl_bench_text(args, key, NULL);
     if (!text) return otherwise;
     char *end;
@@ -45,22 +43,19 @@ size_t dpl_bench_size(dpl_bench_args *args, const char *key, size_t otherwise)
     return (size_t)value;
 }
 
-size_t dpl_bench_choice(dpl_bench_args *args, const char *key, const char *const *choices)
-{
+size_t dpl_bench_choice(dpl_bench_args *args, const char *key, const char *const *choices) {
     const char *text = dpl_bench_text(args, key, choices[0]);
     for (size_t i = 0; choices[i]; ++i) {
         if (strcmp(text, choices[i]) == 0) return i;
     }
     fprintf(stderr, "%s=%s: expected", key, text);
-    for (size_t i = 0; choices[i]; ++i)
-        fprintf(stderr, "%s%s", i ? "|" : " ", choices[i]);
+    for (size_t i = 0; choices[i]; ++i) fprintf(stderr, "%s%s", i ? "|" : " ", choices[i]);
     fputc('\n', stderr);
     args->bad = true;
     return 0;
 }
 
-const char *dpl_bench_word(dpl_bench_args *args)
-{
+const char *dpl_bench_word(dpl_bench_args *args) {
     for (int i = 0; i < args->argc; ++i) {
         if (strchr(args->argv[i], '=') || args->used >> i & 1) continue;
         args->used |= (uint64_t)1 << i;
@@ -69,8 +64,7 @@ const char *dpl_bench_word(dpl_bench_args *args)
     return NULL;
 }
 
-bool dpl_bench_args_done(dpl_bench_args *args)
-{
+bool dpl_bench_args_done(dpl_bench_args *args) {
     for (int i = 0; i < args->argc; ++i) {
         if (args->used >> i & 1) continue;
         fprintf(stderr, "unknown argument %s\n", args->argv[i]);
@@ -79,20 +73,17 @@ bool dpl_bench_args_done(dpl_bench_args *args)
     return !args->bad;
 }
 
-static int by_value(const void *a, const void *b)
-{
+static int by_value(const void *a, const void *b) {
     const double x = *(const double *)a, y = *(const double *)b;
     return (x > y) - (x < y);
 }
 
-double dpl_bench_middle(double *seconds, size_t n)
-{
+double dpl_bench_middle(double *seconds, size_t n) {
     qsort(seconds, n, sizeof *seconds, by_value);
     return seconds[n / 2];
 }
 
-double dpl_bench_median(size_t runs, void (*fn)(void *arg), void *arg)
-{
+double dpl_bench_median(size_t runs, void (*fn)(void *arg), void *arg) {
     double seconds[DPL_BENCH_RUNS_MAX];
     runs = DPL_MIN(DPL_MAX(runs, (size_t)1), (size_t)DPL_BENCH_RUNS_MAX);
     fn(arg);
@@ -105,29 +96,24 @@ double dpl_bench_median(size_t runs, void (*fn)(void *arg), void *arg)
 }
 
 // Small numbers, so that no result overflows in any number of runs.
-void *dpl_bench_numbers(size_t n, dpl_dtype dtype)
-{
+void *dpl_bench_numbers(size_t n, dpl_dtype dtype) {
     void *p = dpl_alloc_array(n, dpl_dtype_bytes(dtype));
     for (size_t i = 0; p && i < n; ++i) {
         const float value = (float)(i * 2654435761u % 1024) * 0x1p-20f - 0x1p-11f;
-        if (dtype == DPL_F32)
-            ((float *)p)[i] = value;
-        else
-            ((uint16_t *)p)[i] = dpl_f32_to_bf16(value);
+        if (dtype == DPL_F32) ((float *)p)[i] = value;
+        else ((uint16_t *)p)[i] = dpl_f32_to_bf16(value);
     }
     return p;
 }
 
-dpl_status dpl_bench_print(json_t *row, bool json)
-{
+dpl_status dpl_bench_print(json_t *row, bool json) {
     char *text = row ? json_dumps(row, JSON_COMPACT | JSON_REAL_PRECISION(6)) : NULL;
     const bool good = text != NULL;
     const char *key;
     json_t *value;
     if (good && json) puts(text);
     if (good && !json) {
-        json_object_foreach(row, key, value)
-        {
+        json_object_foreach(row, key, value) {
             if (strcmp(key, "bench") != 0) printf(" %s=", key);
             if (json_is_string(value)) fputs(json_string_value(value), stdout);
             if (json_is_number(value)) printf("%.6g", json_number_value(value));
@@ -140,15 +126,13 @@ dpl_status dpl_bench_print(json_t *row, bool json)
     return good ? DPL_OK : dpl_fail(DPL_ENOMEM, "bench: no memory, or text that is not UTF-8");
 }
 
-static void usage(FILE *to)
-{
+static void usage(FILE *to) {
     fputs("dropless bench KIND [key=value ...] [--json]\n", to);
     for (size_t i = 0; i < DPL_COUNT(kinds); ++i)
         fprintf(to, "  %-8s %s\n", kinds[i].name, kinds[i].keys);
 }
 
-int dpl_bench_main(int argc, char **argv)
-{
+int dpl_bench_main(int argc, char **argv) {
     char *rest[64];
     dpl_bench_args args = {.argv = rest};
     for (int i = 1; i < argc; ++i) {
@@ -156,10 +140,8 @@ int dpl_bench_main(int argc, char **argv)
             usage(stdout);
             return 0;
         }
-        if (strcmp(argv[i], "--json") == 0)
-            args.json = true;
-        else if (args.argc < (int)DPL_COUNT(rest))
-            rest[args.argc++] = argv[i];
+        if (strcmp(argv[i], "--json") == 0) args.json = true;
+        else if (args.argc < (int)DPL_COUNT(rest)) rest[args.argc++] = argv[i];
     }
     for (size_t i = 0; argc > 0 && i < DPL_COUNT(kinds); ++i) {
         if (strcmp(argv[0], kinds[i].name) == 0) return kinds[i].run(&args);

@@ -23,26 +23,21 @@ typedef struct memory_run {
     uint64_t *sums; // (n_chunks), so that the reads are not optimized away
 } memory_run;
 
-static void memory_task(void *arg, size_t i_task, int i_thread)
-{
+static void memory_task(void *arg, size_t i_task, int i_thread) {
     const memory_run *run = arg;
     const size_t n = CHUNK_BYTES / sizeof *run->data;
     uint64_t *x = run->data + i_task * n, sum[8] = {0};
     (void)i_thread;
     for (size_t i = 0; i < n; i += 8) {
         for (size_t j = 0; j < 8; ++j) {
-            if (run->write)
-                x[i + j] += 1;
-            else
-                sum[j] += x[i + j];
+            if (run->write) x[i + j] += 1;
+            else sum[j] += x[i + j];
         }
     }
-    for (size_t j = 0; j < 8; ++j)
-        run->sums[i_task] += sum[j];
+    for (size_t j = 0; j < 8; ++j) run->sums[i_task] += sum[j];
 }
 
-static double measure_memory(dpl_ctx *ctx, memory_run *run, bool write)
-{
+static double measure_memory(dpl_ctx *ctx, memory_run *run, bool write) {
     double best = 0;
     run->write = write;
     for (int i = 0; i < MEMORY_RUNS; ++i) {
@@ -53,8 +48,7 @@ static double measure_memory(dpl_ctx *ctx, memory_run *run, bool write)
     return write ? 2 * best : best;
 }
 
-dpl_status dpl_bench_machine(dpl_ctx *ctx, size_t test_bytes, dpl_bench_limits *limits_out)
-{
+dpl_status dpl_bench_machine(dpl_ctx *ctx, size_t test_bytes, dpl_bench_limits *limits_out) {
     memory_run run = {.n_chunks = DPL_MAX(test_bytes / CHUNK_BYTES, (size_t)1)};
     run.data = dpl_alloc(run.n_chunks * CHUNK_BYTES);
     run.sums = dpl_alloc_array(run.n_chunks, sizeof *run.sums);
@@ -74,15 +68,13 @@ dpl_status dpl_bench_machine(dpl_ctx *ctx, size_t test_bytes, dpl_bench_limits *
     return status;
 }
 
-static int failed(dpl_ctx *ctx)
-{
+static int failed(dpl_ctx *ctx) {
     fprintf(stderr, "%s\n", dpl_error_message());
     dpl_ctx_close(&ctx);
     return 1;
 }
 
-int dpl_bench_run_machine(dpl_bench_args *args)
-{
+int dpl_bench_run_machine(dpl_bench_args *args) {
     const int threads = (int)dpl_bench_size(args, "threads", 0);
     const size_t test_bytes = dpl_bench_size(args, "mbytes", 512) << 20;
     if (!dpl_bench_args_done(args)) return 2;
@@ -115,8 +107,7 @@ typedef struct gemm_bench {
     float *dw;
 } gemm_bench;
 
-static void run_op(void *arg)
-{
+static void run_op(void *arg) {
     const gemm_bench *b = arg;
     if (b->op == 0) dpl_gemm_forward(b->ctx, b->x, &b->w, b->groups, b->y);
     if (b->op == 1) dpl_gemm_dgrad(b->ctx, b->y, &b->w, b->groups, b->x, false);
@@ -124,8 +115,7 @@ static void run_op(void *arg)
     dpl_ctx_wait(b->ctx);
 }
 
-static void report(const gemm_bench *b, const dpl_bench_limits *limits, double seconds, bool json)
-{
+static void report(const gemm_bench *b, const dpl_bench_limits *limits, double seconds, bool json) {
     const double rows = (double)(b->n_experts * b->rows),
                  weights = (double)(b->n_experts * b->n * b->k);
     const double elem = (double)dpl_dtype_bytes(b->dtype);
@@ -152,8 +142,7 @@ static void report(const gemm_bench *b, const dpl_bench_limits *limits, double s
 }
 
 // Operands for all three operations, sized by the caller's n_experts, rows, n and k.
-static dpl_status make_operands(gemm_bench *b, int64_t **offsets_out)
-{
+static dpl_status make_operands(gemm_bench *b, int64_t **offsets_out) {
     const size_t n_rows = b->n_experts * b->rows,
                  n_weights = b->n_experts * dpl_panel_elems(b->n, b->k);
     int64_t *offsets = dpl_alloc_array(b->n_experts + 1, sizeof *offsets);
@@ -164,14 +153,12 @@ static dpl_status make_operands(gemm_bench *b, int64_t **offsets_out)
     *offsets_out = offsets;
     if (!offsets || !b->x.p || !b->y.p || !b->w.p || !b->dw)
         return dpl_fail(DPL_ENOMEM, "bench gemm: no memory for the operands");
-    for (size_t g = 0; g <= b->n_experts; ++g)
-        offsets[g] = (int64_t)(g * b->rows);
+    for (size_t g = 0; g <= b->n_experts; ++g) offsets[g] = (int64_t)(g * b->rows);
     b->groups = (dpl_groups){b->n_experts, n_rows, offsets};
     return DPL_OK;
 }
 
-int dpl_bench_run_gemm(dpl_bench_args *args)
-{
+int dpl_bench_run_gemm(dpl_bench_args *args) {
     const char *op = dpl_bench_text(args, "op", "all"),
                *dtype = dpl_bench_text(args, "dtype", "f32");
     gemm_bench b = {.n_experts = dpl_bench_size(args, "experts", 8),
@@ -181,8 +168,7 @@ int dpl_bench_run_gemm(dpl_bench_args *args)
     const int threads = (int)dpl_bench_size(args, "threads", 0);
     const size_t runs = dpl_bench_size(args, "runs", 9);
     bool known = strcmp(op, "all") == 0;
-    for (size_t i = 0; i < DPL_COUNT(op_names); ++i)
-        known |= strcmp(op, op_names[i]) == 0;
+    for (size_t i = 0; i < DPL_COUNT(op_names); ++i) known |= strcmp(op, op_names[i]) == 0;
     b.dtype = strcmp(dtype, "bf16") == 0 ? DPL_BF16 : DPL_F32;
     if (!dpl_bench_args_done(args)) return 2;
     if (!known || (b.dtype == DPL_F32 && strcmp(dtype, "f32") != 0) || !b.n_experts || !b.n ||

@@ -26,8 +26,7 @@ typedef struct layer_bench {
     dpl_status status;
 } layer_bench;
 
-static void run_layer(void *arg)
-{
+static void run_layer(void *arg) {
     layer_bench *b = arg;
     if (b->status == DPL_OK)
         b->status = dpl_layer_forward(b->layer, b->x, 0, b->rows, NULL, b->ws, b->ws_bytes, b->y, 0,
@@ -36,13 +35,11 @@ static void run_layer(void *arg)
         b->status = dpl_layer_backward(b->layer, b->x, 0, b->ws, b->dy, 0, b->dx, 0);
 }
 
-static void set_load(const layer_bench *b)
-{
+static void set_load(const layer_bench *b) {
     const size_t E = b->config.rule.n_experts, K = b->config.rule.top_k, d = b->config.d;
     for (size_t t = 0; t < b->rows; ++t) {
         float *logits = b->dx + t * d; // free until the first backward pass
-        for (size_t e = 0; e < E; ++e)
-            logits[e] = -1;
+        for (size_t e = 0; e < E; ++e) logits[e] = -1;
         for (size_t k = 0; k < K; ++k) {
             size_t e = (t * K + k) % E;
             if (b->skew == HOT) e = k ? 1 + (t * (K - 1) + k - 1) % (E - 1) : 0;
@@ -57,8 +54,7 @@ static void set_load(const layer_bench *b)
     dpl_ctx_wait(b->ctx);
 }
 
-static dpl_status open_layer(layer_bench *b)
-{
+static dpl_status open_layer(layer_bench *b) {
     DPL_TRY(dpl_layer_open(&b->config, b->ctx, &b->layer));
     const size_t E = b->config.rule.n_experts, d = b->config.d, n = b->rows * d;
     b->ws_bytes = dpl_layer_workspace_bytes(b->layer, b->rows);
@@ -74,8 +70,7 @@ static dpl_status open_layer(layer_bench *b)
     b->counts = dpl_alloc_array(E, sizeof *b->counts);
     dpl_status status = dpl_fail(DPL_ENOMEM, "bench layer: no memory for weights and tokens");
     if (w && router && b->x && b->y && b->dy && b->dx && b->ws && b->counts) {
-        for (size_t e = 0; e < E; ++e)
-            router[e * d + e] = 1;
+        for (size_t e = 0; e < E; ++e) router[e * d + e] = 1;
         set_load(b);
         const dpl_layer_weights weights = {router, NULL, w, w, w, w, w, w};
         status = dpl_layer_set_weights(b->layer, &weights);
@@ -85,8 +80,7 @@ static dpl_status open_layer(layer_bench *b)
 }
 
 static dpl_status report(const layer_bench *b, const dpl_bench_limits *limits, double seconds,
-                         bool json)
-{
+                         bool json) {
     const dpl_layer_config *c = &b->config;
     const size_t E = c->rule.n_experts, K = c->rule.top_k;
     int64_t most = 0;
@@ -118,8 +112,7 @@ static dpl_status report(const layer_bench *b, const dpl_bench_limits *limits, d
         json);
 }
 
-int dpl_bench_run_layer(dpl_bench_args *args)
-{
+int dpl_bench_run_layer(dpl_bench_args *args) {
     layer_bench b = {
         .skew = dpl_bench_choice(args, "skew", skews),
         .rows = dpl_bench_size(args, "rows", 1024),

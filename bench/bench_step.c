@@ -18,8 +18,7 @@ typedef struct step_bench {
     double seconds[DPL_BENCH_RUNS_MAX], sum_s, phase_s[DPL_PHASE_N], peak;
 } step_bench;
 
-static dpl_status configure(step_bench *b, const dpl_bench_args *args)
-{
+static dpl_status configure(step_bench *b, const dpl_bench_args *args) {
     for (int i = 0; i < args->argc; ++i)
         if (!(args->used >> i & 1)) DPL_TRY(dpl_config_set(b->config, args->argv[i]));
     const dpl_options *o = &b->config->o;
@@ -31,13 +30,11 @@ static dpl_status configure(step_bench *b, const dpl_bench_args *args)
     return dpl_config_put(b->config, "dataset_type", "synthetic");
 }
 
-static dpl_status run_steps(step_bench *b, size_t warmup, size_t runs)
-{
+static dpl_status run_steps(step_bench *b, size_t warmup, size_t runs) {
     dpl_step_metrics m;
     const size_t most = runs ? DPL_MIN(runs, (size_t)DPL_BENCH_RUNS_MAX) : 10;
     b->peak = dpl_measure_peak(b->ctx);
-    for (size_t i = 0; i < warmup; ++i)
-        DPL_TRY(dpl_trainer_step(b->trainer, &m));
+    for (size_t i = 0; i < warmup; ++i) DPL_TRY(dpl_trainer_step(b->trainer, &m));
     while (b->n < most && (runs || b->n == 0 || b->sum_s < 5)) {
         const double start = dpl_now();
         DPL_TRY(dpl_trainer_step(b->trainer, &m));
@@ -49,8 +46,7 @@ static dpl_status run_steps(step_bench *b, size_t warmup, size_t runs)
     return b->peak > 0 ? DPL_OK : dpl_fail(DPL_ENOMEM, "bench step: no memory");
 }
 
-static void report_phases(const step_bench *b, bool json)
-{
+static void report_phases(const step_bench *b, bool json) {
     double rest_s = b->sum_s;
     for (int i = 0; i <= DPL_PHASE_N; ++i) {
         const double s = i < DPL_PHASE_N ? b->phase_s[i] : rest_s;
@@ -62,8 +58,7 @@ static void report_phases(const step_bench *b, bool json)
     }
 }
 
-static dpl_status report(step_bench *b, bool json)
-{
+static dpl_status report(step_bench *b, bool json) {
     const double median_s = dpl_bench_middle(b->seconds, b->n), flops = b->trainer->step_flops;
     const double tokens = (double)(b->trainer->batch.n_batch * b->trainer->batch.n_seq);
     const double limit_s = flops / b->peak;
@@ -76,8 +71,7 @@ static dpl_status report(step_bench *b, bool json)
         json);
 }
 
-int dpl_bench_run_step(dpl_bench_args *args)
-{
+int dpl_bench_run_step(dpl_bench_args *args) {
     step_bench b = {.path = dpl_bench_word(args)};
     const size_t runs = dpl_bench_size(args, "runs", 0), warmup = dpl_bench_size(args, "warmup", 2);
     if (!b.path) fputs("bench step: CONFIG is missing\n", stderr);

@@ -29,8 +29,7 @@ static const char *const sizes[] = {
     "dtype=float32",
 };
 
-static dpl_status open_model(dpl_ctx *ctx, const char *path, dpl_model **model_out)
-{
+static dpl_status open_model(dpl_ctx *ctx, const char *path, dpl_model **model_out) {
     dpl_config *config = NULL;
     if (path) return dpl_model_open(ctx, path, NULL, model_out);
     dpl_status status = dpl_config_open(NULL, &config);
@@ -42,8 +41,7 @@ static dpl_status open_model(dpl_ctx *ctx, const char *path, dpl_model **model_o
 }
 
 // Logits of every position in one call; the last row says what comes next.
-static dpl_status print_next(dpl_model *model)
-{
+static dpl_status print_next(dpl_model *model) {
     enum { N = 5 };
     const int32_t ids[N] = {70, 105, 114, 115, 116};
     dpl_model_info info = {.struct_bytes = sizeof info};
@@ -65,8 +63,7 @@ static dpl_status print_next(dpl_model *model)
     return status;
 }
 
-int main(int argc, char **argv)
-{
+int main(int argc, char **argv) {
     dpl_ctx *ctx = NULL;
     dpl_model *model = NULL;
     dpl_status status = dpl_ctx_open(0, &ctx);

@@ -16,16 +16,14 @@ enum { T = 512, D = 256, F = 128, E = 16, K = 4 };
         }                                                         \
     } while (0)
 
-static double now_ms(void)
-{
+static double now_ms(void) {
     struct timespec t;
     timespec_get(&t, TIME_UTC);
     return (double)t.tv_sec * 1e3 + (double)t.tv_nsec * 1e-6;
 }
 
 // n numbers in (-scale, scale) from a small generator: every run prints the same counts.
-static float *random_array(size_t n, float scale)
-{
+static float *random_array(size_t n, float scale) {
     static uint32_t x = 1;
     float *values = malloc(n * sizeof *values);
     if (!values) exit(1);
@@ -36,8 +34,7 @@ static float *random_array(size_t n, float scale)
     return values;
 }
 
-int main(void)
-{
+int main(void) {
     dpl_ctx *ctx = NULL;
     dpl_layer *layer = NULL;
     dpl_layer_config config = {.d = D, .f = F, .shared_f = F, .dtype = DPL_F32};
@@ -57,8 +54,7 @@ int main(void)
     const size_t sizes[N_ARRAYS] = {router, E * expert, E * expert, E * expert, expert, expert,
                                     expert, tokens,     tokens,     tokens,     tokens, router};
     float *a[N_ARRAYS];
-    for (int i = 0; i < N_ARRAYS; i++)
-        a[i] = random_array(sizes[i], i < X ? 0.1f : 1.0f);
+    for (int i = 0; i < N_ARRAYS; i++) a[i] = random_array(sizes[i], i < X ? 0.1f : 1.0f);
     const dpl_layer_weights weights = {a[ROUTER], NULL,      a[GATE], a[UP],
                                        a[DOWN],   a[S_GATE], a[S_UP], a[S_DOWN]};
     TRY(dpl_layer_set_weights(layer, &weights));
@@ -78,12 +74,10 @@ int main(void)
     const dpl_layer_gradients gradients = {.router = a[DROUTER]};
     TRY(dpl_layer_get_gradients(layer, &gradients));
     printf("tokens per expert:");
-    for (int e = 0; ws && e < E; e++)
-        printf(" %lld", (long long)counts[e]);
+    for (int e = 0; ws && e < E; e++) printf(" %lld", (long long)counts[e]);
     printf("\ny[0] %g, dx[0] %g, drouter[0] %g (%d threads, %s)\n", (double)a[Y][0],
            (double)a[DX][0], (double)a[DROUTER][0], dpl_ctx_threads(ctx), dpl_ctx_cpu_level(ctx));
-    for (int i = 0; i < N_ARRAYS; i++)
-        free(a[i]);
+    for (int i = 0; i < N_ARRAYS; i++) free(a[i]);
     free(ws);
     dpl_layer_close(&layer);
     dpl_ctx_close(&ctx);

@@ -37,8 +37,7 @@ static const char *const defaults[] = {
     "enable_checkpointing=false",
 };
 
-static dpl_status configure(int argc, char **argv, dpl_config **config_out)
-{
+static dpl_status configure(int argc, char **argv, dpl_config **config_out) {
     const char *path = argc > 1 && !strchr(argv[1], '=') ? argv[1] : NULL;
     dpl_status status = dpl_config_open(path, config_out);
     for (size_t i = 0; i < sizeof defaults / sizeof defaults[0] && status == DPL_OK && !path; i++)
@@ -49,8 +48,7 @@ static dpl_status configure(int argc, char **argv, dpl_config **config_out)
 }
 
 // dpl_trainer_run() would do all of this, and write the run directory as well.
-static dpl_status train(dpl_trainer *trainer, int64_t n_steps)
-{
+static dpl_status train(dpl_trainer *trainer, int64_t n_steps) {
     while (dpl_trainer_next_step(trainer) < n_steps) {
         dpl_step_metrics m;
         const dpl_status status = dpl_trainer_step(trainer, &m);
@@ -61,8 +59,7 @@ static dpl_status train(dpl_trainer *trainer, int64_t n_steps)
     return DPL_OK;
 }
 
-int main(int argc, char **argv)
-{
+int main(int argc, char **argv) {
     dpl_ctx *ctx = NULL;
     dpl_config *config = NULL;
     dpl_trainer *trainer = NULL;

@@ -10,21 +10,18 @@
 #include <string.h>
 #include <unistd.h>
 
-static void die(const char *what, const char *where)
-{
+static void die(const char *what, const char *where) {
     fprintf(stderr, "fixture: %s: %s\n", what, where);
     abort();
 }
 
-static void *allocate(size_t bytes)
-{
+static void *allocate(size_t bytes) {
     void *p = calloc(1, bytes ? bytes : 1);
     if (!p) die("out of memory", "");
     return p;
 }
 
-const char *fixture_root(void)
-{
+const char *fixture_root(void) {
     static char root[4096];
     if (root[0]) return root;
     const char *shared = getenv("DPL_SHARED");
@@ -38,8 +35,7 @@ const char *fixture_root(void)
     return NULL;
 }
 
-const char *fixture_path(const char *format, ...)
-{
+const char *fixture_path(const char *format, ...) {
     static char ring[8][4096];
     static int turn;
     char *path = ring[turn++ % 8], tail[1024];
@@ -53,8 +49,7 @@ const char *fixture_path(const char *format, ...)
     return path;
 }
 
-static unsigned char *read_file(const char *path, size_t *bytes_out)
-{
+static unsigned char *read_file(const char *path, size_t *bytes_out) {
     FILE *file = fopen(path, "rb");
     if (!file) return NULL;
     fseek(file, 0, SEEK_END);
@@ -69,8 +64,7 @@ static unsigned char *read_file(const char *path, size_t *bytes_out)
 }
 
 static void add_tensor(fixture *f, const char *name, json_t *entry, const unsigned char *data,
-                       size_t bytes)
-{
+                       size_t bytes) {
     f->at = realloc(f->at, (size_t)(f->n + 1) * sizeof *f->at);
     if (!f->at) die("out of memory", name);
     fixture_tensor *t = &f->at[f->n++];
@@ -92,8 +86,7 @@ static void add_tensor(fixture *f, const char *name, json_t *entry, const unsign
     t->bytes = end - begin;
 }
 
-static bool add_file(fixture *f, const char *path)
-{
+static bool add_file(fixture *f, const char *path) {
     size_t bytes = 0;
     unsigned char *data = read_file(path, &bytes);
     if (!data) return false;
@@ -103,8 +96,7 @@ static bool add_file(fixture *f, const char *path)
     json_t *root = json_loadb((char *)data + 8, header, 0, NULL), *entry;
     if (!root) die("header is not JSON", path);
     const char *name;
-    json_object_foreach(root, name, entry)
-    {
+    json_object_foreach(root, name, entry) {
         if (strcmp(name, "__metadata__") == 0) continue;
         add_tensor(f, name, entry, data + 8 + header, bytes - 8 - header);
     }
@@ -115,8 +107,7 @@ static bool add_file(fixture *f, const char *path)
     return true;
 }
 
-bool fixture_open(const char *path, fixture *f_out)
-{
+bool fixture_open(const char *path, fixture *f_out) {
     fixture f = {0};
     char name[4096];
     snprintf(name, sizeof name, "%s/model.safetensors", path);
@@ -127,8 +118,7 @@ bool fixture_open(const char *path, fixture *f_out)
     snprintf(name, sizeof name, "%s/model.safetensors.index.json", path);
     json_t *index = json_load_file(name, 0, NULL), *seen = json_object(), *shard;
     const char *key;
-    json_object_foreach(json_object_get(index, "weight_map"), key, shard)
-    {
+    json_object_foreach(json_object_get(index, "weight_map"), key, shard) {
         const char *file = json_string_value(shard);
         if (json_object_get(seen, file)) continue;
         json_object_set(seen, file, json_true());
@@ -142,8 +132,7 @@ bool fixture_open(const char *path, fixture *f_out)
     return true;
 }
 
-void fixture_close(fixture *f)
-{
+void fixture_close(fixture *f) {
     for (int i = 0; i < f->n; i++) free(f->at[i].name);
     for (int i = 0; i < f->n_files; i++) free(f->files[i]);
     free(f->at);
@@ -151,16 +140,14 @@ void fixture_close(fixture *f)
     *f = (fixture){0};
 }
 
-const fixture_tensor *fixture_find(const fixture *f, const char *name)
-{
+const fixture_tensor *fixture_find(const fixture *f, const char *name) {
     for (int i = 0; i < f->n; i++) {
         if (strcmp(f->at[i].name, name) == 0) return &f->at[i];
     }
     return NULL;
 }
 
-static double element(const fixture_tensor *t, size_t i)
-{
+static double element(const fixture_tensor *t, size_t i) {
     float f32;
     double f64;
     int64_t i64;
@@ -178,23 +165,20 @@ static double element(const fixture_tensor *t, size_t i)
     return memcpy(&f32, &bits, 4), f32;
 }
 
-double *fixture_values(const fixture_tensor *t)
-{
+double *fixture_values(const fixture_tensor *t) {
     double *v = allocate(t->n * sizeof *v);
     for (size_t i = 0; i < t->n; i++) v[i] = element(t, i);
     return v;
 }
 
-double *fixture_f64(const fixture *f, const char *name, size_t *n_out)
-{
+double *fixture_f64(const fixture *f, const char *name, size_t *n_out) {
     const fixture_tensor *t = fixture_find(f, name);
     if (!t) die("no such tensor", name);
     if (n_out) *n_out = t->n;
     return fixture_values(t);
 }
 
-int *fixture_int(const fixture *f, const char *name, size_t *n_out)
-{
+int *fixture_int(const fixture *f, const char *name, size_t *n_out) {
     const fixture_tensor *t = fixture_find(f, name);
     if (!t) die("no such tensor", name);
     if (n_out) *n_out = t->n;
@@ -203,8 +187,7 @@ int *fixture_int(const fixture *f, const char *name, size_t *n_out)
     return v;
 }
 
-double fixture_relative(size_t n, const double *got, const double *want)
-{
+double fixture_relative(size_t n, const double *got, const double *want) {
     double worst = 0, largest = 0;
     for (size_t i = 0; i < n; i++) {
         const double error = fabs(got[i] - want[i]);

@@ -8,14 +8,12 @@
 
 #include "io/io.h"
 
-static void silent(void *arg, const char *line)
-{
+static void silent(void *arg, const char *line) {
     (void)arg, (void)line;
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes);
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes)
-{
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes) {
     if (bytes == 0) return 0;
     dpl_log_sink(silent, NULL);
     const int choice = data[0], width = choice >> 1 & 2 ? 4 : choice >> 1 & 1 ? 2 : 0;

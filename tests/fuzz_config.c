@@ -6,15 +6,13 @@
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
-static void must(bool good, const char *what)
-{
+static void must(bool good, const char *what) {
     if (good) return;
     fprintf(stderr, "fuzz_config: %s\n", what);
     abort();
 }
 
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
-{
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     json_t *object = json_loadb((const char *)data, size, JSON_REJECT_DUPLICATES, NULL);
     dpl_model_config config, again;
     if (!json_is_object(object) || dpl_model_config_from_json(object, &config) != DPL_OK) {

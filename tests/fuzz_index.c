@@ -10,18 +10,15 @@
 static char dir[] = "/tmp/dpl-fuzz-XXXXXX";
 static char index_path[PATH_MAX];
 
-static void remove_dir(void)
-{
+static void remove_dir(void) {
     (void)dpl_remove_tree(dir);
 }
 
-static void silent(void *arg, const char *line)
-{
+static void silent(void *arg, const char *line) {
     (void)arg, (void)line;
 }
 
-static void make_dir(void)
-{
+static void make_dir(void) {
     char path[PATH_MAX];
     dpl_log_sink(silent, NULL);
     if (!mkdtemp(dir) || atexit(remove_dir) != 0) abort();
@@ -37,8 +34,7 @@ static void make_dir(void)
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes);
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes)
-{
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes) {
     if (!index_path[0]) make_dir();
     FILE *file = fopen(index_path, "wb");
     if (!file || fwrite(data, 1, bytes, file) != bytes || fclose(file) != 0) abort();

@@ -8,8 +8,7 @@
 
 #include "io/io.h"
 
-static void read_all(const dpl_st_tensor *tensor)
-{
+static void read_all(const dpl_st_tensor *tensor) {
     const size_t n = dpl_st_elems(tensor);
     if (n * dpl_st_dtype_bytes(tensor->dtype) != tensor->bytes) abort();
     float *f32 = malloc(n * sizeof *f32 + 1);
@@ -21,8 +20,7 @@ static void read_all(const dpl_st_tensor *tensor)
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes);
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes)
-{
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes) {
     const int fd = memfd_create("fuzz", MFD_CLOEXEC);
     char path[64];
     snprintf(path, sizeof path, "/proc/self/fd/%d", fd);

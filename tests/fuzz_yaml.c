@@ -5,8 +5,7 @@
 
 #include "io/io.h"
 
-static dpl_status take(void *arg, const char *key, const char *value, int line)
-{
+static dpl_status take(void *arg, const char *key, const char *value, int line) {
     (void)arg;
     double real;
     int64_t integer;
@@ -18,8 +17,7 @@ static dpl_status take(void *arg, const char *key, const char *value, int line)
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes);
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes)
-{
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes) {
     const int fd = memfd_create("fuzz", MFD_CLOEXEC);
     char path[64];
     snprintf(path, sizeof path, "/proc/self/fd/%d", fd);

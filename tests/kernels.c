@@ -19,14 +19,12 @@ typedef struct kernel_guard {
     size_t bytes;
 } kernel_guard;
 
-static void fail(kernel_test *t, const char *what)
-{
+static void fail(kernel_test *t, const char *what) {
     if (t->ok) printf("FAIL %s %s: %s\n", t->function, t->level, what);
     t->ok = false;
 }
 
-void *kernel_buffer(kernel_test *t, size_t bytes)
-{
+void *kernel_buffer(kernel_test *t, size_t bytes) {
     kernel_guard *g = malloc(sizeof *g);
     uint8_t *block = aligned_alloc(64, dpl_round_up(bytes + 2 * CANARY_BYTES + 4, 64));
     if (!g || !block) {
@@ -42,8 +40,7 @@ void *kernel_buffer(kernel_test *t, size_t bytes)
     return p;
 }
 
-void kernel_done(kernel_test *t)
-{
+void kernel_done(kernel_test *t) {
     while (t->guards) {
         kernel_guard *g = t->guards;
         const uint8_t *before = g->p - CANARY_BYTES, *after = g->p + g->bytes;
@@ -57,21 +54,17 @@ void kernel_done(kernel_test *t)
     }
 }
 
-float *kernel_floats(kernel_test *t, size_t n)
-{
+float *kernel_floats(kernel_test *t, size_t n) {
     return kernel_buffer(t, n * sizeof(float));
 }
 
-float *kernel_random(kernel_test *t, size_t n)
-{
+float *kernel_random(kernel_test *t, size_t n) {
     float *x = kernel_floats(t, n);
-    for (size_t i = 0; i < n; ++i)
-        x[i] = (float)dpl_rng_normal(t->seed, 0, t->n_drawn++);
+    for (size_t i = 0; i < n; ++i) x[i] = (float)dpl_rng_normal(t->seed, 0, t->n_drawn++);
     return x;
 }
 
-uint16_t *kernel_random_bf16(kernel_test *t, size_t n)
-{
+uint16_t *kernel_random_bf16(kernel_test *t, size_t n) {
     uint16_t *x = kernel_buffer(t, n * sizeof *x);
     for (size_t i = 0; i < n; ++i) {
         x[i] = dpl_f32_to_bf16((float)dpl_rng_normal(t->seed, 0, t->n_drawn++));
@@ -79,14 +72,12 @@ uint16_t *kernel_random_bf16(kernel_test *t, size_t n)
     return x;
 }
 
-size_t kernel_pick(kernel_test *t, size_t low, size_t high)
-{
+size_t kernel_pick(kernel_test *t, size_t low, size_t high) {
     return low + (size_t)(dpl_rng_u64(t->seed, 1, t->n_drawn++) % (high - low + 1));
 }
 
 void kernel_near(kernel_test *t, const char *what, const float *got, const float *want, size_t n,
-                 double bound)
-{
+                 double bound) {
     for (size_t i = 0; i < n; ++i) {
         const double a = (double)got[i], b = (double)want[i];
         if (fabs(a - b) <= bound || a == b || (isnan(a) && isnan(b))) continue;
@@ -98,13 +89,12 @@ void kernel_near(kernel_test *t, const char *what, const float *got, const float
     }
 }
 
-void kernel_same(kernel_test *t, const char *what, const void *got, const void *want, size_t bytes)
-{
+void kernel_same(kernel_test *t, const char *what, const void *got, const void *want,
+                 size_t bytes) {
     if (memcmp(got, want, bytes) != 0) fail(t, what);
 }
 
-bool kernel_bench_begin(kernel_test *t)
-{
+bool kernel_bench_begin(kernel_test *t) {
     if (!t->bench || t->n_times == DPL_COUNT(t->times)) {
         t->n_times = 0;
         t->n_calls = 1;
@@ -114,14 +104,12 @@ bool kernel_bench_begin(kernel_test *t)
     return true;
 }
 
-static int by_value(const void *a, const void *b)
-{
+static int by_value(const void *a, const void *b) {
     const double x = *(const double *)a, y = *(const double *)b;
     return (x > y) - (x < y);
 }
 
-void kernel_bench_end(kernel_test *t, double amount, const char *unit)
-{
+void kernel_bench_end(kernel_test *t, double amount, const char *unit) {
     const double seconds = dpl_now() - t->start;
     if (t->n_times == 0 && seconds < TIME_S) { // Still looking for how many calls make a sample.
         t->n_calls *= 2;
@@ -141,27 +129,20 @@ typedef struct options {
     uint64_t seed;
 } options;
 
-static bool parse(int argc, char **argv, options *o)
-{
+static bool parse(int argc, char **argv, options *o) {
     for (int i = 1; i < argc; ++i) {
         const char *value = i + 1 < argc ? argv[i + 1] : NULL;
-        if (strcmp(argv[i], "--bench") == 0)
-            o->bench = true;
-        else if (strcmp(argv[i], "--function") == 0 && value)
-            o->function = argv[++i];
-        else if (strcmp(argv[i], "--level") == 0 && value)
-            o->level = argv[++i];
-        else if (strcmp(argv[i], "--seed") == 0 && value)
-            o->seed = strtoull(argv[++i], NULL, 0);
-        else
-            return false;
+        if (strcmp(argv[i], "--bench") == 0) o->bench = true;
+        else if (strcmp(argv[i], "--function") == 0 && value) o->function = argv[++i];
+        else if (strcmp(argv[i], "--level") == 0 && value) o->level = argv[++i];
+        else if (strcmp(argv[i], "--seed") == 0 && value) o->seed = strtoull(argv[++i], NULL, 0);
+        else return false;
     }
     return true;
 }
 
 static void run_entries(const kernel_entry *entry, dpl_cpu_level level, const options *o,
-                        size_t *n_run, size_t *n_failed)
-{
+                        size_t *n_run, size_t *n_failed) {
     for (; entry && entry->function; ++entry) {
         if (o->function && strcmp(o->function, entry->function) != 0) continue;
         kernel_test t = {.ref = dpl_cpu_kernels(DPL_CPU_REF),
@@ -179,8 +160,7 @@ static void run_entries(const kernel_entry *entry, dpl_cpu_level level, const op
     }
 }
 
-int main(int argc, char **argv)
-{
+int main(int argc, char **argv) {
     options o = {.seed = (uint64_t)time(NULL)};
     dpl_cpu_level best;
     if (!parse(argc, argv, &o)) {

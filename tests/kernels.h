@@ -46,11 +46,10 @@ void kernel_near(kernel_test *t, const char *what, const float *got, const float
 void kernel_same(kernel_test *t, const char *what, const void *got, const void *want, size_t bytes);
 
 // Measures `call`, which does `amount` of `unit` (say 1e9 * GFLOP): printed as unit per second.
-#define KERNEL_BENCH(t, amount, unit, call)                         \
-    while (kernel_bench_begin(t)) {                                 \
-        for (size_t i_call_ = 0; i_call_ < (t)->n_calls; ++i_call_) \
-            call;                                                   \
-        kernel_bench_end(t, amount, unit);                          \
+#define KERNEL_BENCH(t, amount, unit, call)                               \
+    while (kernel_bench_begin(t)) {                                       \
+        for (size_t i_call_ = 0; i_call_ < (t)->n_calls; ++i_call_) call; \
+        kernel_bench_end(t, amount, unit);                                \
     }
 bool kernel_bench_begin(kernel_test *t);
 void kernel_bench_end(kernel_test *t, double amount, const char *unit);

@@ -14,24 +14,20 @@
 #define N_BENCH 4096
 
 // 0, 1, 2, ... 20, then anything.
-static size_t size_of_try(kernel_test *t, size_t i)
-{
+static size_t size_of_try(kernel_test *t, size_t i) {
     return i <= 20 ? i : kernel_pick(t, 1, N_MAX);
 }
 
 #define EACH_SIZE(t, n) \
     for (size_t try_ = 0, n = 0; try_ < N_TRIES; kernel_done(t), n = size_of_try(t, ++try_))
 
-static void near_sum(kernel_test *t, double got, double want, size_t n, double u)
-{
+static void near_sum(kernel_test *t, double got, double want, size_t n, double u) {
     const float difference = (float)(got - want), zero = 0;
     kernel_near(t, "sum", &difference, &zero, 1, (double)(n + 20) * u * TERM * 7);
 }
 
-static void check_max(kernel_test *t)
-{
-    EACH_SIZE(t, n)
-    {
+static void check_max(kernel_test *t) {
+    EACH_SIZE(t, n) {
         float *x = kernel_random(t, n);
         if (n > 1) x[n / 2] = NAN; // Passed over.
         const float got = t->k->rows.max(x, n), want = t->ref->rows.max(x, n);
@@ -42,10 +38,8 @@ static void check_max(kernel_test *t)
     KERNEL_BENCH(t, N_BENCH, "elem", t->k->rows.max(x, N_BENCH));
 }
 
-static void check_sum(kernel_test *t)
-{
-    EACH_SIZE(t, n)
-    {
+static void check_sum(kernel_test *t) {
+    EACH_SIZE(t, n) {
         const float *x = kernel_random(t, n);
         near_sum(t, (double)t->k->rows.sum(x, n), (double)t->ref->rows.sum(x, n), n, U);
     }
@@ -54,10 +48,8 @@ static void check_sum(kernel_test *t)
     KERNEL_BENCH(t, N_BENCH, "elem", t->k->rows.sum(x, N_BENCH));
 }
 
-static void check_dot(kernel_test *t)
-{
-    EACH_SIZE(t, n)
-    {
+static void check_dot(kernel_test *t) {
+    EACH_SIZE(t, n) {
         const float *x = kernel_random(t, n), *y = kernel_random(t, n);
         near_sum(t, (double)t->k->rows.dot(x, y, n), (double)t->ref->rows.dot(x, y, n), n, U);
     }
@@ -68,10 +60,8 @@ static void check_dot(kernel_test *t)
 
 typedef double (*sum_fn)(const float *x, size_t n);
 
-static void check_sum_of(kernel_test *t, sum_fn sum, sum_fn ref)
-{
-    EACH_SIZE(t, n)
-    {
+static void check_sum_of(kernel_test *t, sum_fn sum, sum_fn ref) {
+    EACH_SIZE(t, n) {
         float *x = kernel_random(t, n);
         near_sum(t, sum(x, n), ref(x, n), n, 0x1p-53);
         if (n == 0) continue;
@@ -83,28 +73,22 @@ static void check_sum_of(kernel_test *t, sum_fn sum, sum_fn ref)
     KERNEL_BENCH(t, N_BENCH, "elem", sum(x, N_BENCH));
 }
 
-static void check_sum_f64(kernel_test *t)
-{
+static void check_sum_f64(kernel_test *t) {
     check_sum_of(t, t->k->rows.sum_f64, t->ref->rows.sum_f64);
 }
 
-static void check_sum_squares(kernel_test *t)
-{
+static void check_sum_squares(kernel_test *t) {
     check_sum_of(t, t->k->rows.sum_squares_f64, t->ref->rows.sum_squares_f64);
 }
 
-static float *copy_of(kernel_test *t, const float *x, size_t n)
-{
+static float *copy_of(kernel_test *t, const float *x, size_t n) {
     float *copy = kernel_floats(t, n);
-    for (size_t i = 0; i < n; ++i)
-        copy[i] = x[i];
+    for (size_t i = 0; i < n; ++i) copy[i] = x[i];
     return copy;
 }
 
-static void check_axpy(kernel_test *t)
-{
-    EACH_SIZE(t, n)
-    {
+static void check_axpy(kernel_test *t) {
+    EACH_SIZE(t, n) {
         const float *x = kernel_random(t, n);
         float *y = kernel_random(t, n), *want = copy_of(t, y, n);
         t->k->rows.axpy(1.5f, x, y, n);
@@ -117,10 +101,8 @@ static void check_axpy(kernel_test *t)
     KERNEL_BENCH(t, N_BENCH, "elem", t->k->rows.axpy(1e-9f, x, y, N_BENCH));
 }
 
-static void check_add(kernel_test *t)
-{
-    EACH_SIZE(t, n)
-    {
+static void check_add(kernel_test *t) {
+    EACH_SIZE(t, n) {
         float *a = kernel_random(t, n), *b = kernel_random(t, n);
         float *y = kernel_floats(t, n), *want = kernel_floats(t, n);
         t->k->rows.add(a, b, y, n);
@@ -135,10 +117,8 @@ static void check_add(kernel_test *t)
     KERNEL_BENCH(t, N_BENCH, "elem", t->k->rows.add(a, b, y, N_BENCH));
 }
 
-static void check_scale(kernel_test *t)
-{
-    EACH_SIZE(t, n)
-    {
+static void check_scale(kernel_test *t) {
+    EACH_SIZE(t, n) {
         float *x = kernel_random(t, n), *want = copy_of(t, x, n);
         t->k->rows.scale(0.3f, x, n);
         t->ref->rows.scale(0.3f, want, n);
@@ -149,13 +129,10 @@ static void check_scale(kernel_test *t)
     KERNEL_BENCH(t, N_BENCH, "elem", t->k->rows.scale(1, x, N_BENCH));
 }
 
-static void check_exp(kernel_test *t)
-{
-    EACH_SIZE(t, n)
-    {
+static void check_exp(kernel_test *t) {
+    EACH_SIZE(t, n) {
         float *x = kernel_random(t, n);
-        for (size_t i = 0; i < n; ++i)
-            x[i] = i == 7 ? -INFINITY : i == 8 ? -1000 : 4 * x[i];
+        for (size_t i = 0; i < n; ++i) x[i] = i == 7 ? -INFINITY : i == 8 ? -1000 : 4 * x[i];
         const float sub = t->ref->rows.max(x, n); // As callers do: y <= 1.
         float *y = kernel_floats(t, n), *want = kernel_floats(t, n);
         const float got_sum = t->k->rows.exp_sub_sum(x, sub, y, n);
@@ -171,10 +148,8 @@ static void check_exp(kernel_test *t)
     KERNEL_BENCH(t, N_BENCH, "elem", t->k->rows.exp_sub_sum(x, 3, y, N_BENCH));
 }
 
-static void check_sigmoid(kernel_test *t)
-{
-    EACH_SIZE(t, n)
-    {
+static void check_sigmoid(kernel_test *t) {
+    EACH_SIZE(t, n) {
         float *x = kernel_random(t, n), *y = kernel_floats(t, n), *want = kernel_floats(t, n);
         for (size_t i = 0; i < n; ++i)
             x[i] = i == 5 ? INFINITY : i == 6 ? -INFINITY : i == 9 ? NAN : 9 * x[i];
@@ -190,10 +165,8 @@ static void check_sigmoid(kernel_test *t)
     KERNEL_BENCH(t, N_BENCH, "elem", t->k->rows.sigmoid(x, y, N_BENCH));
 }
 
-static void check_to_bf16(kernel_test *t)
-{
-    EACH_SIZE(t, n)
-    {
+static void check_to_bf16(kernel_test *t) {
+    EACH_SIZE(t, n) {
         float *x = kernel_random(t, n);
         uint16_t *y = kernel_buffer(t, n * sizeof *y), *want = kernel_buffer(t, n * sizeof *want);
         for (size_t i = 0; i < n; ++i) {
@@ -210,14 +183,11 @@ static void check_to_bf16(kernel_test *t)
     KERNEL_BENCH(t, N_BENCH, "elem", t->k->rows.to_bf16(x, y, N_BENCH));
 }
 
-static void check_from_bf16(kernel_test *t)
-{
-    EACH_SIZE(t, n)
-    {
+static void check_from_bf16(kernel_test *t) {
+    EACH_SIZE(t, n) {
         const uint16_t *x = kernel_random_bf16(t, n);
         float *y = kernel_floats(t, n), *want = kernel_floats(t, n);
-        for (size_t i = 0; i < n; ++i)
-            want[i] = dpl_bf16_to_f32(x[i]);
+        for (size_t i = 0; i < n; ++i) want[i] = dpl_bf16_to_f32(x[i]);
         t->k->rows.from_bf16(x, y, n);
         kernel_same(t, "fp32", y, want, n * sizeof *y);
     }
@@ -227,10 +197,8 @@ static void check_from_bf16(kernel_test *t)
     KERNEL_BENCH(t, N_BENCH, "elem", t->k->rows.from_bf16(x, y, N_BENCH));
 }
 
-static void check_norm_forward(kernel_test *t)
-{
-    EACH_SIZE(t, n)
-    {
+static void check_norm_forward(kernel_test *t) {
+    EACH_SIZE(t, n) {
         const float *x = kernel_random(t, n), *gain = kernel_random(t, n);
         float *y = kernel_floats(t, n), *want = kernel_floats(t, n);
         t->k->rows.norm_forward(x, gain, 0.7f, y, n);
@@ -243,10 +211,8 @@ static void check_norm_forward(kernel_test *t)
     KERNEL_BENCH(t, N_BENCH, "elem", t->k->rows.norm_forward(x, gain, 1, y, N_BENCH));
 }
 
-static void check_norm_dot(kernel_test *t)
-{
-    EACH_SIZE(t, n)
-    {
+static void check_norm_dot(kernel_test *t) {
+    EACH_SIZE(t, n) {
         const float *x = kernel_random(t, n), *y = kernel_random(t, n), *z = kernel_random(t, n);
         near_sum(t, (double)t->k->rows.norm_dot(x, y, z, n),
                  (double)t->ref->rows.norm_dot(x, y, z, n), n, U);
@@ -257,10 +223,8 @@ static void check_norm_dot(kernel_test *t)
     KERNEL_BENCH(t, N_BENCH, "elem", t->k->rows.norm_dot(x, y, z, N_BENCH));
 }
 
-static void check_norm_backward(kernel_test *t)
-{
-    EACH_SIZE(t, n)
-    {
+static void check_norm_backward(kernel_test *t) {
+    EACH_SIZE(t, n) {
         const float *dy = kernel_random(t, n), *gain = kernel_random(t, n);
         const float *x = kernel_random(t, n);
         float *dx = kernel_random(t, n), *want_dx = copy_of(t, dx, n);
@@ -279,10 +243,8 @@ static void check_norm_backward(kernel_test *t)
                  t->k->rows.norm_backward(dy, gain, x, 1, 0, false, dx, dgain, N_BENCH));
 }
 
-static void check_rope_split(kernel_test *t)
-{
-    EACH_SIZE(t, n)
-    {
+static void check_rope_split(kernel_test *t) {
+    EACH_SIZE(t, n) {
         const float *co = kernel_random(t, n), *si = kernel_random(t, n);
         float *lo = kernel_random(t, n), *want_lo = copy_of(t, lo, n);
         float *hi = kernel_random(t, n), *want_hi = copy_of(t, hi, n);
@@ -299,10 +261,8 @@ static void check_rope_split(kernel_test *t)
                  t->k->rows.rope_split(angle, angle, 1, x, x + N_BENCH / 2, N_BENCH / 2));
 }
 
-static void check_rope_pairs(kernel_test *t)
-{
-    EACH_SIZE(t, n)
-    {
+static void check_rope_pairs(kernel_test *t) {
+    EACH_SIZE(t, n) {
         const float *co = kernel_random(t, n), *si = kernel_random(t, n);
         float *x = kernel_random(t, 2 * n), *want = copy_of(t, x, 2 * n);
         t->k->rows.rope_pairs(co, si, -1, x, n);
@@ -316,10 +276,8 @@ static void check_rope_pairs(kernel_test *t)
     KERNEL_BENCH(t, N_BENCH, "elem", t->k->rows.rope_pairs(angle, angle, 1, x, N_BENCH / 2));
 }
 
-static void check_swiglu_forward(kernel_test *t)
-{
-    EACH_SIZE(t, n)
-    {
+static void check_swiglu_forward(kernel_test *t) {
+    EACH_SIZE(t, n) {
         const float *gate_up = kernel_random(t, 2 * dpl_round_up(n, 16));
         float *h = kernel_floats(t, n), *want = kernel_floats(t, n);
         t->k->rows.swiglu_forward(gate_up, 0.6f, h, n);
@@ -332,10 +290,8 @@ static void check_swiglu_forward(kernel_test *t)
     KERNEL_BENCH(t, N_BENCH, "elem", t->k->rows.swiglu_forward(gate_up, 1, h, N_BENCH));
 }
 
-static void check_swiglu_backward(kernel_test *t)
-{
-    EACH_SIZE(t, n)
-    {
+static void check_swiglu_backward(kernel_test *t) {
+    EACH_SIZE(t, n) {
         const size_t width = 2 * dpl_round_up(n, 16);
         float *gate_up = kernel_random(t, width);
         const float *dh = kernel_random(t, n);
@@ -353,8 +309,7 @@ static void check_swiglu_backward(kernel_test *t)
     KERNEL_BENCH(t, N_BENCH, "elem", t->k->rows.swiglu_backward(dh, gate_up, 1, got, N_BENCH));
 }
 
-static void check_adamw(kernel_test *t)
-{
+static void check_adamw(kernel_test *t) {
     const dpl_adamw rule = {.lr = 0.01f,
                             .b1 = 0.9f,
                             .b2 = 0.95f,
@@ -363,14 +318,12 @@ static void check_adamw(kernel_test *t)
                             .correct1 = 0.1f,
                             .correct2 = 0.05f,
                             .grad_scale = 0.5f};
-    EACH_SIZE(t, n)
-    {
+    EACH_SIZE(t, n) {
         const float *grad = kernel_random(t, n);
         float *p = kernel_random(t, n), *want_p = copy_of(t, p, n);
         float *m = kernel_random(t, n), *want_m = copy_of(t, m, n);
         float *v = kernel_random(t, n);
-        for (size_t i = 0; i < n; ++i)
-            v[i] = v[i] * v[i] + 0.1f;
+        for (size_t i = 0; i < n; ++i) v[i] = v[i] * v[i] + 0.1f;
         float *want_v = copy_of(t, v, n);
         t->k->rows.adamw(&rule, grad, p, m, v, n);
         t->ref->rows.adamw(&rule, grad, want_p, want_m, want_v, n);

@@ -5,8 +5,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-static void *get(size_t count, size_t size)
-{
+static void *get(size_t count, size_t size) {
     void *p = dpl_alloc_array(count, size);
     if (!p) {
         fprintf(stderr, "lab: out of memory\n");
@@ -15,8 +14,7 @@ static void *get(size_t count, size_t size)
     return p;
 }
 
-dpl_route_rule lab_sigmoid(size_t n_experts, size_t top_k)
-{
+dpl_route_rule lab_sigmoid(size_t n_experts, size_t top_k) {
     return (dpl_route_rule){.n_experts = n_experts,
                             .top_k = top_k,
                             .n_groups = 1,
@@ -27,22 +25,20 @@ dpl_route_rule lab_sigmoid(size_t n_experts, size_t top_k)
                             .scale = 2.5f};
 }
 
-static float rounded(const lab *l, double value)
-{
+static float rounded(const lab *l, double value) {
     const float f = (float)value;
     return l->rule.dtype == DPL_BF16 ? dpl_bf16_to_f32(dpl_f32_to_bf16(f)) : f;
 }
 
-static dpl_weight make_weight(const lab *l, size_t groups, size_t n, size_t k, bool router)
-{
+static dpl_weight make_weight(const lab *l, size_t groups, size_t n, size_t k, bool router) {
     const dpl_dtype dtype = router ? DPL_F32 : l->rule.dtype;
     return (dpl_weight){get(groups * dpl_panel_elems(n, k), dpl_dtype_bytes(dtype)), dtype, groups,
                         n, k};
 }
 
 // The packed tensor that holds a row-major one, and the place of element i in it.
-static size_t locate(const lab *l, lab_id id, size_t i, const dpl_weight **w_out, float **grad_out)
-{
+static size_t locate(const lab *l, lab_id id, size_t i, const dpl_weight **w_out,
+                     float **grad_out) {
     const dpl_moe_weights *w = &l->weights;
     const dpl_moe_grads *g = &l->grads;
     const size_t d = l->rule.d, f = id >= LAB_SGATE ? l->rule.shared_f : l->rule.f;
@@ -61,22 +57,18 @@ static size_t locate(const lab *l, lab_id id, size_t i, const dpl_weight **w_out
     return group * dpl_panel_elems(packed[id]->n, k) + dpl_panel_index(place, column, k);
 }
 
-void lab_pack(lab *l)
-{
+void lab_pack(lab *l) {
     for (int id = 0; id < LAB_N; id++)
         for (size_t i = 0; i < l->n[id]; i++) {
             const dpl_weight *w;
             float *grad;
             const size_t at = locate(l, (lab_id)id, i, &w, &grad);
-            if (w->dtype == DPL_F32)
-                ((float *)(uintptr_t)w->p)[at] = l->value[id][i];
-            else
-                ((uint16_t *)(uintptr_t)w->p)[at] = dpl_f32_to_bf16(l->value[id][i]);
+            if (w->dtype == DPL_F32) ((float *)(uintptr_t)w->p)[at] = l->value[id][i];
+            else ((uint16_t *)(uintptr_t)w->p)[at] = dpl_f32_to_bf16(l->value[id][i]);
         }
 }
 
-void lab_inputs(lab *l)
-{
+void lab_inputs(lab *l) {
     const size_t n = l->rule.t * l->rule.d;
     for (size_t i = 0; i < n; i++)
         if (l->rule.dtype == DPL_F32) {
@@ -88,8 +80,7 @@ void lab_inputs(lab *l)
         }
 }
 
-static void fill_random(lab *l)
-{
+static void fill_random(lab *l) {
     const size_t d = l->rule.d, n_x = l->rule.t * d;
     uint64_t stream = 0;
     for (int id = 0; id < LAB_N; id++) {
@@ -110,8 +101,7 @@ static void fill_random(lab *l)
         l->bias[e] = (float)(0.1 * dpl_rng_normal(l->rule.seed, stream + 2, e));
 }
 
-void lab_open(const lab_rule *rule, lab *l)
-{
+void lab_open(const lab_rule *rule, lab *l) {
     const size_t n_e = rule->rule.n_experts, d = rule->d, f = rule->f, sf = rule->shared_f;
     const size_t n_x = rule->t * d, element = dpl_dtype_bytes(rule->dtype);
     *l = (lab){.rule = *rule};
@@ -151,8 +141,7 @@ void lab_open(const lab_rule *rule, lab *l)
     lab_inputs(l);
 }
 
-void lab_close(lab *l)
-{
+void lab_close(lab *l) {
     if (l->routing.logits) oracle_routing_close(&l->routing);
     dpl_comm_close(&l->comm);
     for (int id = 0; id < LAB_N; id++) {
@@ -179,21 +168,18 @@ void lab_close(lab *l)
                       l->y_expected,
                       l->dx_expected,
                       l->segment};
-    for (size_t i = 0; i < DPL_COUNT(blocks); i++)
-        dpl_free(blocks[i]);
+    for (size_t i = 0; i < DPL_COUNT(blocks); i++) dpl_free(blocks[i]);
     *l = (lab){0};
 }
 
-void lab_zero_grads(lab *l)
-{
+void lab_zero_grads(lab *l) {
     float *grads[] = {l->grads.router, l->grads.gate_up, l->grads.down, l->grads.shared_gate_up,
                       l->grads.shared_down};
     for (int i = 0; i < 5; i++)
         if (grads[i]) memset(grads[i], 0, l->grad_elems[i] * sizeof(float));
 }
 
-dpl_status lab_forward(lab *l, dpl_ctx *ctx)
-{
+dpl_status lab_forward(lab *l, dpl_ctx *ctx) {
     const size_t d = l->rule.d;
     const dpl_mat x = {l->x_in, d, l->rule.dtype}, y = {l->y, d, l->rule.dtype};
     memset(l->y, 0xff, l->rule.t * d * dpl_dtype_bytes(l->rule.dtype));
@@ -203,8 +189,7 @@ dpl_status lab_forward(lab *l, dpl_ctx *ctx)
     return status;
 }
 
-dpl_status lab_backward(lab *l, dpl_ctx *ctx)
-{
+dpl_status lab_backward(lab *l, dpl_ctx *ctx) {
     const size_t d = l->rule.d;
     const dpl_mat x = {l->x_in, d, l->rule.dtype}, dy = {l->dy_in, d, l->rule.dtype};
     memset(l->dx, 0xff, l->rule.t * d * sizeof(float));
@@ -214,22 +199,18 @@ dpl_status lab_backward(lab *l, dpl_ctx *ctx)
     return status;
 }
 
-dpl_status lab_run(lab *l, dpl_ctx *ctx)
-{
+dpl_status lab_run(lab *l, dpl_ctx *ctx) {
     DPL_TRY(lab_forward(l, ctx));
     return lab_backward(l, ctx);
 }
 
-static double *widen(const float *x, size_t n)
-{
+static double *widen(const float *x, size_t n) {
     double *y = get(n, sizeof(double));
-    for (size_t i = 0; i < n; i++)
-        y[i] = x[i];
+    for (size_t i = 0; i < n; i++) y[i] = x[i];
     return y;
 }
 
-void lab_oracle(lab *l, bool own_choice)
-{
+void lab_oracle(lab *l, bool own_choice) {
     const size_t n_e = l->rule.rule.n_experts, d = l->rule.d, f = l->rule.f, n_x = l->rule.t * d;
     const int n_tokens = (int)l->rule.t;
     double *value[LAB_N], *x = widen(l->x, n_x), *dy = widen(l->dy, n_x);
@@ -277,30 +258,26 @@ void lab_oracle(lab *l, bool own_choice)
         l->aux_expected[1] = oracle_router_z_loss(&cfg, 1, n_tokens, l->segment, &l->routing);
     }
     oracle_moe_layer_backward(&moe, n_tokens, x, &l->routing, dy, l->dx_expected);
-    for (int id = 0; id < LAB_N; id++)
-        dpl_free(value[id]);
+    for (int id = 0; id < LAB_N; id++) dpl_free(value[id]);
     dpl_free(experts);
     dpl_free(bias);
     dpl_free(x);
     dpl_free(dy);
 }
 
-float lab_y(const lab *l, size_t i)
-{
+float lab_y(const lab *l, size_t i) {
     return l->rule.dtype == DPL_F32 ? ((const float *)l->y)[i]
                                     : dpl_bf16_to_f32(((const uint16_t *)l->y)[i]);
 }
 
-float lab_grad(const lab *l, lab_id id, size_t i)
-{
+float lab_grad(const lab *l, lab_id id, size_t i) {
     const dpl_weight *w;
     float *grad;
     const size_t at = locate(l, id, i, &w, &grad);
     return grad[at];
 }
 
-uint64_t lab_hash(const lab *l)
-{
+uint64_t lab_hash(const lab *l) {
     const size_t n_x = l->rule.t * l->rule.d, n_slots = l->rule.t * l->rule.rule.top_k;
     uint64_t h = dpl_hash64(l->y, n_x * dpl_dtype_bytes(l->rule.dtype), 1);
     h = dpl_hash64(l->dx, n_x * sizeof(float), h);
@@ -309,8 +286,7 @@ uint64_t lab_hash(const lab *l)
     h = dpl_hash64(l->saved.aux, sizeof l->saved.aux, h);
     float *grads[] = {l->grads.router, l->grads.gate_up, l->grads.down, l->grads.shared_gate_up,
                       l->grads.shared_down};
-    for (int i = 0; i < 5; i++)
-        h = dpl_hash64(grads[i], l->grad_elems[i] * sizeof(float), h);
+    for (int i = 0; i < 5; i++) h = dpl_hash64(grads[i], l->grad_elems[i] * sizeof(float), h);
     return h;
 }
 
@@ -318,53 +294,42 @@ typedef struct error_sum {
     double difference, expected;
 } error_sum;
 
-static void add_error(error_sum *s, double is, double expected)
-{
+static void add_error(error_sum *s, double is, double expected) {
     s->difference += (is - expected) * (is - expected);
     s->expected += expected * expected;
 }
 
-static double relative(error_sum s)
-{
+static double relative(error_sum s) {
     if (s.difference == 0) return 0;
     return sqrt(s.difference / s.expected);
 }
 
-double lab_error(const lab *l, lab_id id)
-{
+double lab_error(const lab *l, lab_id id) {
     error_sum s = {0};
-    for (size_t i = 0; i < l->n[id]; i++)
-        add_error(&s, lab_grad(l, id, i), l->expected[id][i]);
+    for (size_t i = 0; i < l->n[id]; i++) add_error(&s, lab_grad(l, id, i), l->expected[id][i]);
     return relative(s);
 }
 
-double lab_error_y(const lab *l)
-{
+double lab_error_y(const lab *l) {
     error_sum s = {0};
-    for (size_t i = 0; i < l->rule.t * l->rule.d; i++)
-        add_error(&s, lab_y(l, i), l->y_expected[i]);
+    for (size_t i = 0; i < l->rule.t * l->rule.d; i++) add_error(&s, lab_y(l, i), l->y_expected[i]);
     return relative(s);
 }
 
-double lab_error_dx(const lab *l)
-{
+double lab_error_dx(const lab *l) {
     error_sum s = {0};
-    for (size_t i = 0; i < l->rule.t * l->rule.d; i++)
-        add_error(&s, l->dx[i], l->dx_expected[i]);
+    for (size_t i = 0; i < l->rule.t * l->rule.d; i++) add_error(&s, l->dx[i], l->dx_expected[i]);
     return relative(s);
 }
 
-dpl_ctx *lab_ctx(int n_threads, bool deferred, const char *level)
-{
+dpl_ctx *lab_ctx(int n_threads, bool deferred, const char *level) {
     const char *set = getenv("DPL_CPU");
     char *before = set ? dpl_strdup(set) : NULL;
     if (level) setenv("DPL_CPU", level, 1);
     dpl_ctx *ctx = NULL;
     const dpl_status status = dpl_ctx_create(n_threads, deferred, (size_t)1 << 30, &ctx);
-    if (before)
-        setenv("DPL_CPU", before, 1);
-    else
-        unsetenv("DPL_CPU");
+    if (before) setenv("DPL_CPU", before, 1);
+    else unsetenv("DPL_CPU");
     dpl_free(before);
     return status == DPL_OK ? ctx : NULL;
 }

@@ -7,8 +7,7 @@
 
 #include "lab.h"
 
-static void *get(size_t count, size_t size)
-{
+static void *get(size_t count, size_t size) {
     void *p = calloc(count ? count : 1, size);
     if (!p) {
         fprintf(stderr, "modelkit: out of memory\n");
@@ -20,14 +19,12 @@ static void *get(size_t count, size_t size)
 /* ---- a random scene ---- */
 
 // A whole number from low to high; each call is another draw.
-static int pick(uint64_t seed, uint64_t *counter, int low, int high)
-{
+static int pick(uint64_t seed, uint64_t *counter, int low, int high) {
     const double u = (oracle_random(seed, (*counter)++) + 1) / 2;
     return DPL_MIN(low + (int)(u * (high - low + 1)), high);
 }
 
-static oracle_router random_router(uint64_t seed, uint64_t *n)
-{
+static oracle_router random_router(uint64_t seed, uint64_t *n) {
     const int groups = pick(seed, n, 0, 1) ? pick(seed, n, 2, 4) : 1;
     const int each = pick(seed, n, 2, 4);
     oracle_router r = {.E = groups * each, .n_group = groups, .group_best = 2};
@@ -39,8 +36,7 @@ static oracle_router random_router(uint64_t seed, uint64_t *n)
     return r;
 }
 
-static void random_losses(uint64_t seed, uint64_t *n, oracle_config *c)
-{
+static void random_losses(uint64_t seed, uint64_t *n, oracle_config *c) {
     const int kind = pick(seed, n, 0, 3);
     c->balance_weight = kind ? 0.7 : 0;
     c->balance_batch = kind == 2;
@@ -50,8 +46,7 @@ static void random_losses(uint64_t seed, uint64_t *n, oracle_config *c)
     c->mtp_weight = pick(seed, n, 0, 4) ? 0.3 : 0;
 }
 
-static void random_yarn(oracle_config *c)
-{
+static void random_yarn(oracle_config *c) {
     c->yarn.on = true;
     c->yarn.truncate = true;
     c->yarn.factor = 8;
@@ -62,8 +57,7 @@ static void random_yarn(oracle_config *c)
     c->yarn.mscale_all_dim = 1.1;
 }
 
-void scene_open_random(uint64_t seed, scene *s)
-{
+void scene_open_random(uint64_t seed, scene *s) {
     uint64_t n = 0;
     oracle_config c = {.V = pick(seed, &n, 17, 80), .D = pick(seed, &n, 9, 40)};
     c.L = pick(seed, &n, 1, 3);
@@ -103,8 +97,7 @@ void scene_open_random(uint64_t seed, scene *s)
 }
 
 // Documents of random lengths; the last row may end in padding. Targets stay in their document, some are masked.
-static void random_documents(uint64_t seed, scene *s)
-{
+static void random_documents(uint64_t seed, scene *s) {
     uint64_t n = 0;
     const int S = s->n_seq, T = s->n_batch * S;
     int left = 0, document = 0;
@@ -121,8 +114,7 @@ static void random_documents(uint64_t seed, scene *s)
 }
 
 void scene_open(const oracle_config *cfg, uint64_t seed, int n_batch, int n_seq, bool packed,
-                scene *s)
-{
+                scene *s) {
     const size_t T = (size_t)n_batch * (size_t)n_seq;
     *s = (scene){.cfg = *cfg, .n_batch = n_batch, .n_seq = n_seq};
     oracle_params_random(cfg, seed, &s->params);
@@ -134,8 +126,7 @@ void scene_open(const oracle_config *cfg, uint64_t seed, int n_batch, int n_seq,
         random_documents(seed + 1, s);
     }
     uint64_t n = 0;
-    for (size_t i = 0; i < T; i++)
-        s->ids[i] = pick(seed + 2, &n, 0, cfg->V - 1);
+    for (size_t i = 0; i < T; i++) s->ids[i] = pick(seed + 2, &n, 0, cfg->V - 1);
     for (size_t i = 0; i < T; i++) {
         const bool last = (i + 1) % (size_t)n_seq == 0;
         const bool inside = !last && (!packed || (s->segments[i] == s->segments[i + 1] &&
@@ -145,8 +136,7 @@ void scene_open(const oracle_config *cfg, uint64_t seed, int n_batch, int n_seq,
     scene_round(s, false);
 }
 
-void scene_open_fixture(const char *name, const char *config, scene *s)
-{
+void scene_open_fixture(const char *name, const char *config, scene *s) {
     fixture f;
     *s = (scene){0};
     if (!oracle_config_load(fixture_path("%s/%s", name, config), &s->cfg) ||
@@ -162,15 +152,13 @@ void scene_open_fixture(const char *name, const char *config, scene *s)
     fixture_close(&f);
 }
 
-void scene_close(scene *s)
-{
+void scene_close(scene *s) {
     oracle_set_close(&s->params);
     free(s->ids), free(s->targets), free(s->segments), free(s->positions);
     *s = (scene){0};
 }
 
-void scene_round(scene *s, bool bf16)
-{
+void scene_round(scene *s, bool bf16) {
     for (int i = 0; i < s->params.n; i++) {
         oracle_tensor *t = &s->params.at[i];
         for (int j = 0; j < t->n; j++) {
@@ -180,19 +168,16 @@ void scene_round(scene *s, bool bf16)
     }
 }
 
-dpl_batch scene_batch(const scene *s)
-{
+dpl_batch scene_batch(const scene *s) {
     return (dpl_batch){(size_t)s->n_batch, (size_t)s->n_seq, s->ids,
                        s->targets,         s->segments,      s->positions};
 }
 
-oracle_batch scene_oracle_batch(const scene *s)
-{
+oracle_batch scene_oracle_batch(const scene *s) {
     return (oracle_batch){s->n_batch, s->n_seq, s->ids, s->targets, s->segments};
 }
 
-dpl_loss_rule scene_rule(const oracle_config *c)
-{
+dpl_loss_rule scene_rule(const oracle_config *c) {
     return (dpl_loss_rule){.z_weight = c->z_multiplier,
                            .mtp_weight = c->mtp_weight,
                            .balance = c->balance_megatron ? DPL_BALANCE_MEGATRON
@@ -202,8 +187,7 @@ dpl_loss_rule scene_rule(const oracle_config *c)
                            .router_z_weight = c->router_z_weight};
 }
 
-dpl_model_config scene_config(const oracle_config *c)
-{
+dpl_model_config scene_config(const oracle_config *c) {
     dpl_model_config m;
     dpl_model_config_init(&m);
     m.vocab = (size_t)c->V, m.d = (size_t)c->D, m.n_heads = (size_t)c->H;
@@ -231,13 +215,11 @@ dpl_model_config scene_config(const oracle_config *c)
 
 /* ---- the model ---- */
 
-size_t kit_elems(const dpl_disk_tensor *t)
-{
+size_t kit_elems(const dpl_disk_tensor *t) {
     return (size_t)(t->shape[0] * t->shape[1]);
 }
 
-void kit_fill(dpl_model *m, const oracle_set *params)
-{
+void kit_fill(dpl_model *m, const oracle_set *params) {
     for (size_t i = 0; i < m->n_disk; i++) {
         const dpl_disk_tensor *t = &m->disk[i];
         const oracle_tensor *from = oracle_find(params, t->name);
@@ -248,20 +230,16 @@ void kit_fill(dpl_model *m, const oracle_set *params)
             abort();
         }
         float *values = get(kit_elems(t), sizeof *values);
-        for (int j = 0; j < from->n; j++)
-            values[j] = (float)from->value[j];
-        if (t->bias)
-            memcpy(t->bias, values, kit_elems(t) * sizeof *values);
-        else
-            dpl_disk_scatter(t, m->params.master, values);
+        for (int j = 0; j < from->n; j++) values[j] = (float)from->value[j];
+        if (t->bias) memcpy(t->bias, values, kit_elems(t) * sizeof *values);
+        else dpl_disk_scatter(t, m->params.master, values);
         free(values);
     }
     dpl_model_refresh(m);
 }
 
 bool kit_open(const dpl_model_config *config, dpl_dtype dtype, const oracle_set *params,
-              int n_threads, bool deferred, const char *level, kit *k)
-{
+              int n_threads, bool deferred, const char *level, kit *k) {
     *k = (kit){.ctx = lab_ctx(n_threads, deferred, level)};
     if (!k->ctx) return false;
     if (dpl_comm_open("self", NULL, &k->comm) != DPL_OK ||
@@ -274,22 +252,19 @@ bool kit_open(const dpl_model_config *config, dpl_dtype dtype, const oracle_set 
     return true;
 }
 
-void kit_close(kit *k)
-{
+void kit_close(kit *k) {
     dpl_model_destroy(&k->model);
     dpl_comm_close(&k->comm);
     dpl_ctx_close(&k->ctx);
 }
 
-const dpl_disk_tensor *kit_disk(const dpl_model *m, const char *name)
-{
+const dpl_disk_tensor *kit_disk(const dpl_model *m, const char *name) {
     for (size_t i = 0; i < m->n_disk; i++)
         if (strcmp(m->disk[i].name, name) == 0) return &m->disk[i];
     return NULL;
 }
 
-float *kit_gather(const dpl_disk_tensor *t, const float *flat)
-{
+float *kit_gather(const dpl_disk_tensor *t, const float *flat) {
     float *values = get(kit_elems(t), sizeof *values);
     dpl_disk_gather(t, flat, values);
     return values;
@@ -298,23 +273,19 @@ float *kit_gather(const dpl_disk_tensor *t, const float *flat)
 /* ---- one pass ---- */
 
 static void capture(void *arg, const char *name, bool is_int, int rank, const int64_t *shape,
-                    const void *data)
-{
+                    const void *data) {
     int dims[4] = {0}, n = 1;
-    for (int i = 0; i < rank; i++)
-        n *= dims[i] = (int)shape[i];
+    for (int i = 0; i < rank; i++) n *= dims[i] = (int)shape[i];
     oracle_tensor *t = oracle_add(arg, false, name, rank, dims, NULL);
     for (int i = 0; i < n; i++)
         t->value[i] = is_int ? (double)((const int64_t *)data)[i] : ((const float *)data)[i];
 }
 
-dpl_status kit_train(kit *k, const scene *s, kit_result *result_out)
-{
+dpl_status kit_train(kit *k, const scene *s, kit_result *result_out) {
     const dpl_batch batch = scene_batch(s);
     const dpl_loss_rule rule = scene_rule(&s->cfg);
     double n_tokens = 0;
-    for (int i = 0; i < s->n_batch * s->n_seq; i++)
-        n_tokens += s->targets[i] >= 0;
+    for (int i = 0; i < s->n_batch * s->n_seq; i++) n_tokens += s->targets[i] >= 0;
     const double n_mtp = dpl_batch_mtp_tokens(&k->model->config, &batch);
     const double scale = n_tokens > 0 ? 1 / n_tokens : 0, mtp = n_mtp > 0 ? 1 / n_mtp : 0;
     kit_result r = {0};
@@ -335,7 +306,6 @@ dpl_status kit_train(kit *k, const scene *s, kit_result *result_out)
     return status;
 }
 
-void kit_result_close(kit_result *r)
-{
+void kit_result_close(kit_result *r) {
     oracle_set_close(&r->out);
 }

@@ -13,44 +13,37 @@
 #include <stdlib.h>
 #include <string.h>
 
-static void die(const char *what, const char *where)
-{
+static void die(const char *what, const char *where) {
     fprintf(stderr, "oracle: %s: %s\n", what, where);
     abort();
 }
 
-static void *zeros(int n, size_t size)
-{
+static void *zeros(int n, size_t size) {
     void *p = calloc(n > 0 ? (size_t)n : 1, size);
     if (!p) die("out of memory", "");
     return p;
 }
 
-static void copy(double *to, const double *from, int n)
-{
+static void copy(double *to, const double *from, int n) {
     memcpy(to, from, (size_t)n * sizeof *to);
 }
 
-static void add(double *to, const double *from, int n)
-{
+static void add(double *to, const double *from, int n) {
     for (int i = 0; i < n; i++) to[i] += from[i];
 }
 
-static double dot(const double *a, const double *b, int n)
-{
+static double dot(const double *a, const double *b, int n) {
     double sum = 0;
     for (int i = 0; i < n; i++) sum += a[i] * b[i];
     return sum;
 }
 
-static double sigmoid(double x)
-{
+static double sigmoid(double x) {
     return 1 / (1 + exp(-x));
 }
 
 // p = softmax(x); returns logsumexp(x). p may be x.
-static double softmax(const double *x, int n, double *p)
-{
+static double softmax(const double *x, int n, double *p) {
     double top = -INFINITY, sum = 0;
     for (int i = 0; i < n; i++) top = fmax(top, x[i]);
     for (int i = 0; i < n; i++) sum += p[i] = exp(x[i] - top);
@@ -58,8 +51,7 @@ static double softmax(const double *x, int n, double *p)
     return top + log(sum);
 }
 
-double oracle_random(uint64_t seed, uint64_t counter)
-{
+double oracle_random(uint64_t seed, uint64_t counter) {
     uint64_t z = seed * 0x9e3779b97f4a7c15u + counter * 0xd1342543de82ef95u + 0x2545f4914f6cdd1du;
     z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
     z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
@@ -70,8 +62,7 @@ double oracle_random(uint64_t seed, uint64_t counter)
 /* ---- named tensors ---- */
 
 oracle_tensor *oracle_add(oracle_set *set, bool params, const char *name, int n_dims,
-                          const int *shape, const double *value)
-{
+                          const int *shape, const double *value) {
     if (oracle_find(set, name)) die("name used twice", name);
     if (set->n == set->capacity) {
         set->capacity = 2 * set->capacity + 64;
@@ -90,16 +81,14 @@ oracle_tensor *oracle_add(oracle_set *set, bool params, const char *name, int n_
     return t;
 }
 
-oracle_tensor *oracle_find(const oracle_set *set, const char *name)
-{
+oracle_tensor *oracle_find(const oracle_set *set, const char *name) {
     for (int i = 0; i < set->n; i++) {
         if (strcmp(set->at[i].name, name) == 0) return &set->at[i];
     }
     return NULL;
 }
 
-oracle_tensor *oracle_get(const oracle_set *set, const char *format, ...)
-{
+oracle_tensor *oracle_get(const oracle_set *set, const char *format, ...) {
     char name[200];
     va_list args;
     va_start(args, format);
@@ -110,15 +99,13 @@ oracle_tensor *oracle_get(const oracle_set *set, const char *format, ...)
     return t;
 }
 
-void oracle_zero_grads(oracle_set *set)
-{
+void oracle_zero_grads(oracle_set *set) {
     for (int i = 0; i < set->n; i++) {
         memset(set->at[i].grad, 0, (size_t)set->at[i].n * sizeof(double));
     }
 }
 
-void oracle_set_close(oracle_set *set)
-{
+void oracle_set_close(oracle_set *set) {
     for (int i = 0; i < set->n; i++) {
         oracle_tensor *t = &set->at[i];
         free(t->name), free(t->value), free(t->grad), free(t->m), free(t->v);
@@ -129,8 +116,8 @@ void oracle_set_close(oracle_set *set)
 
 /* ---- matrix product, RMSNorm ---- */
 
-void oracle_gemm(bool ta, bool tb, int m, int n, int k, const double *a, const double *b, double *c)
-{
+void oracle_gemm(bool ta, bool tb, int m, int n, int k, const double *a, const double *b,
+                 double *c) {
     for (int i = 0; i < m; i++) {
         for (int j = 0; j < n; j++) {
             double sum = 0;
@@ -142,8 +129,7 @@ void oracle_gemm(bool ta, bool tb, int m, int n, int k, const double *a, const d
     }
 }
 
-void oracle_rmsnorm_forward(int T, int D, double eps, const double *x, const double *w, double *y)
-{
+void oracle_rmsnorm_forward(int T, int D, double eps, const double *x, const double *w, double *y) {
     for (int t = 0; t < T; t++, x += D, y += D) {
         const double r = 1 / sqrt(dot(x, x, D) / D + eps);
         for (int d = 0; d < D; d++) y[d] = x[d] * r * w[d];
@@ -151,8 +137,7 @@ void oracle_rmsnorm_forward(int T, int D, double eps, const double *x, const dou
 }
 
 void oracle_rmsnorm_backward(int T, int D, double eps, const double *x, const double *w,
-                             const double *dy, double *dx, double *dw)
-{
+                             const double *dy, double *dx, double *dw) {
     for (int t = 0; t < T; t++, x += D, dy += D, dx += D) {
         const double r = 1 / sqrt(dot(x, x, D) / D + eps);
         double dr = 0; // d loss / d r; and dr/dx_d = -r^3 x_d / D
@@ -166,13 +151,11 @@ void oracle_rmsnorm_backward(int T, int D, double eps, const double *x, const do
 
 /* ---- rotary embedding ---- */
 
-static double yarn_mscale(double factor, double a)
-{
+static double yarn_mscale(double factor, double a) {
     return factor > 1 ? 0.1 * a * log(factor) + 1 : 1;
 }
 
-void oracle_rope_table(const oracle_config *c, double *inv_freq, double *amplitude)
-{
+void oracle_rope_table(const oracle_config *c, double *inv_freq, double *amplitude) {
     const int d = c->rope;
     *amplitude = 1;
     for (int i = 0; i < d / 2; i++) inv_freq[i] = pow(c->rope_theta, -2.0 * i / d);
@@ -194,16 +177,14 @@ void oracle_rope_table(const oracle_config *c, double *inv_freq, double *amplitu
     }
 }
 
-double oracle_softmax_scale(const oracle_config *c)
-{
+double oracle_softmax_scale(const oracle_config *c) {
     const double m_all = c->yarn.mscale_all_dim;
     const double m = c->yarn.on && m_all != 0 ? yarn_mscale(c->yarn.factor, m_all) : 1;
     return m * m / sqrt(c->nope + c->rope);
 }
 
 void oracle_rope(const oracle_config *c, int n_rows, int n_heads, int head_stride,
-                 const int *position, int sign, double *x)
-{
+                 const int *position, int sign, double *x) {
     double amplitude, *freq = zeros(c->rope, sizeof *freq);
     oracle_rope_table(c, freq, &amplitude);
     const int half = c->rope / 2;
@@ -228,8 +209,7 @@ void oracle_rope(const oracle_config *c, int n_rows, int n_heads, int head_strid
 // p[0..s] = softmax over the visible keys of query (b, s) in head h; 0 where not visible. A padding
 // query sees nothing, and attention gives 0.
 static void attention_row(const oracle_attention *a, int b, int s, int h, const double *q,
-                          const double *k, double *p)
-{
+                          const double *k, double *p) {
     for (int j = 0; j <= s; j++) {
         const bool same = !a->segments || a->segments[b * a->S + j] == a->segments[b * a->S + s];
         const double *qs = q + ((b * a->S + s) * a->H + h) * a->dk;
@@ -242,8 +222,7 @@ static void attention_row(const oracle_attention *a, int b, int s, int h, const 
 }
 
 void oracle_attention_forward(const oracle_attention *a, const double *q, const double *k,
-                              const double *v, double *y)
-{
+                              const double *v, double *y) {
     double *p = zeros(a->S, sizeof *p);
     for (int row = 0; row < a->B * a->S * a->H; row++) {
         const int h = row % a->H, s = row / a->H % a->S, b = row / a->H / a->S;
@@ -259,8 +238,7 @@ void oracle_attention_forward(const oracle_attention *a, const double *q, const 
 
 void oracle_attention_backward(const oracle_attention *a, const double *q, const double *k,
                                const double *v, const double *dy, double *dq, double *dk,
-                               double *dv)
-{
+                               double *dv) {
     double *p = zeros(a->S, sizeof *p), *dp = zeros(a->S, sizeof *dp);
     const int n_rows = a->B * a->S * a->H;
     memset(dq, 0, (size_t)(n_rows * a->dk) * sizeof *dq);
@@ -289,8 +267,7 @@ void oracle_attention_backward(const oracle_attention *a, const double *q, const
 
 /* ---- gated MLP, experts ---- */
 
-void oracle_mlp_row(const oracle_mlp *m, int D, const double *x, double scale, double *y)
-{
+void oracle_mlp_row(const oracle_mlp *m, int D, const double *x, double scale, double *y) {
     for (int f = 0; f < m->F; f++) {
         const double g = dot(m->gate + f * D, x, D), u = dot(m->up + f * D, x, D);
         const double h = scale * g * sigmoid(g) * u;
@@ -299,8 +276,7 @@ void oracle_mlp_row(const oracle_mlp *m, int D, const double *x, double scale, d
 }
 
 void oracle_mlp_row_backward(const oracle_mlp *m, int D, const double *x, double scale,
-                             const double *dy, double *dx, double *dscale)
-{
+                             const double *dy, double *dx, double *dscale) {
     *dscale = 0;
     for (int f = 0; f < m->F; f++) {
         const double g = dot(m->gate + f * D, x, D), u = dot(m->up + f * D, x, D);
@@ -322,8 +298,7 @@ void oracle_mlp_row_backward(const oracle_mlp *m, int D, const double *x, double
 }
 
 void oracle_experts_forward(int T, int D, int K, const oracle_mlp *experts, const double *x,
-                            const int *ids, const double *weights, double *y)
-{
+                            const int *ids, const double *weights, double *y) {
     for (int i = 0; i < T * K; i++) {
         if (ids[i] < 0) continue;
         oracle_mlp_row(&experts[ids[i]], D, x + i / K * D, weights[i], y + i / K * D);
@@ -332,8 +307,7 @@ void oracle_experts_forward(int T, int D, int K, const oracle_mlp *experts, cons
 
 void oracle_experts_backward(int T, int D, int K, const oracle_mlp *experts, const double *x,
                              const int *ids, const double *weights, const double *dy, double *dx,
-                             double *dweights)
-{
+                             double *dweights) {
     for (int i = 0; i < T * K; i++) {
         const int row = i / K * D;
         dweights[i] = 0;
@@ -345,8 +319,7 @@ void oracle_experts_backward(int T, int D, int K, const oracle_mlp *experts, con
 
 /* ---- router ---- */
 
-void oracle_routing_open(oracle_routing *s, const oracle_router *r, int T)
-{
+void oracle_routing_open(oracle_routing *s, const oracle_router *r, int T) {
     double **by_expert[] = {&s->logits, &s->score, &s->dlogits, &s->dscore};
     for (int i = 0; i < 4; i++) *by_expert[i] = zeros(T * r->E, sizeof(double));
     s->weights = zeros(T * r->K, sizeof(double));
@@ -354,16 +327,14 @@ void oracle_routing_open(oracle_routing *s, const oracle_router *r, int T)
     s->ids = zeros(T * r->K, sizeof(int));
 }
 
-void oracle_routing_close(oracle_routing *s)
-{
+void oracle_routing_close(oracle_routing *s) {
     free(s->logits), free(s->score), free(s->dlogits), free(s->dscore);
     free(s->weights), free(s->dweights), free(s->ids);
     *s = (oracle_routing){0};
 }
 
 // The index of the k-th largest of x (k from 0); equal values in the order of their indices.
-static int kth_largest(const double *x, int n, int k)
-{
+static int kth_largest(const double *x, int n, int k) {
     for (int i = 0; i < n; i++) {
         int before = 0;
         for (int j = 0; j < n; j++) before += x[j] > x[i] || (x[j] == x[i] && j < i);
@@ -374,8 +345,7 @@ static int kth_largest(const double *x, int n, int k)
 }
 
 // Puts -inf on the experts of all groups but the topk_group best.
-static void limit_groups(const oracle_router *r, double *choice)
-{
+static void limit_groups(const oracle_router *r, double *choice) {
     const int size = r->E / r->n_group;
     double *sums = zeros(r->n_group, sizeof *sums);
     for (int g = 0; g < r->n_group; g++) {
@@ -390,8 +360,7 @@ static void limit_groups(const oracle_router *r, double *choice)
 }
 
 void oracle_route_forward(const oracle_router *r, int T, const double *bias, const int *segments,
-                          const int *given, oracle_routing *s)
-{
+                          const int *given, oracle_routing *s) {
     double *choice = zeros(r->E, sizeof *choice);
     for (int t = 0; t < T; t++) {
         const double *logits = s->logits + t * r->E;
@@ -414,8 +383,7 @@ void oracle_route_forward(const oracle_router *r, int T, const double *bias, con
     free(choice);
 }
 
-void oracle_route_backward(const oracle_router *r, int T, oracle_routing *s)
-{
+void oracle_route_backward(const oracle_router *r, int T, oracle_routing *s) {
     for (int t = 0; t < T; t++) {
         const double *score = s->score + t * r->E, *dw = s->dweights + t * r->K;
         double *dscore = s->dscore + t * r->E, *dlogits = s->dlogits + t * r->E;
@@ -441,8 +409,7 @@ void oracle_route_backward(const oracle_router *r, int T, oracle_routing *s)
 /* ---- one MoE layer ---- */
 
 void oracle_moe_layer_forward(const oracle_moe *m, int T, const double *x, const int *segments,
-                              const int *given, oracle_routing *s, double *y)
-{
+                              const int *given, oracle_routing *s, double *y) {
     const int D = m->D, E = m->router.E;
     oracle_gemm(false, true, T, E, D, x, m->w_router, s->logits);
     oracle_route_forward(&m->router, T, m->bias, segments, given, s);
@@ -454,8 +421,7 @@ void oracle_moe_layer_forward(const oracle_moe *m, int T, const double *x, const
 }
 
 void oracle_moe_layer_backward(const oracle_moe *m, int T, const double *x, oracle_routing *s,
-                               const double *dy, double *dx)
-{
+                               const double *dy, double *dx) {
     const int D = m->D, E = m->router.E;
     memset(dx, 0, (size_t)(T * D) * sizeof *dx);
     oracle_experts_backward(T, D, m->router.K, m->experts, x, s->ids, s->weights, dy, dx,
@@ -473,8 +439,7 @@ void oracle_moe_layer_backward(const oracle_moe *m, int T, const double *x, orac
 
 // P of one token's scores, and with dP not NULL its gradient added to dscore.
 static void balance_share(bool megatron, int E, const double *score, double *p, const double *dp,
-                          double *dscore)
-{
+                          double *dscore) {
     double sum = 1e-20;
     for (int e = 0; e < E; e++) sum += score[e];
     if (!megatron) softmax(score, E, p);
@@ -486,8 +451,7 @@ static void balance_share(bool megatron, int E, const double *score, double *p, 
 
 // One group of n tokens: returns sum over e of f * P; factor times that has its gradient added.
 static double balance_group(const oracle_config *c, double factor, int n, const int *segments,
-                            const oracle_routing *s, int first)
-{
+                            const oracle_routing *s, int first) {
     const int E = c->router.E, K = c->router.K;
     double *f = zeros(E, sizeof *f), *P = zeros(E, sizeof *P), *p = zeros(E, sizeof *p), tokens = 0;
     for (int pass = 0; pass < 2; pass++) {
@@ -513,9 +477,8 @@ static double balance_group(const oracle_config *c, double factor, int n, const 
     return loss;
 }
 
-double oracle_balance_loss(const oracle_config *c, int n_layers, int B, int S,
-                           const int *segments, oracle_routing *s)
-{
+double oracle_balance_loss(const oracle_config *c, int n_layers, int B, int S, const int *segments,
+                           oracle_routing *s) {
     const int n_groups = c->balance_batch ? 1 : B, size = c->balance_batch ? B * S : S;
     int live = 0;
     for (int g = 0; g < n_groups; g++) {
@@ -534,8 +497,7 @@ double oracle_balance_loss(const oracle_config *c, int n_layers, int B, int S,
 }
 
 double oracle_router_z_loss(const oracle_config *c, int n_layers, int T, const int *segments,
-                            oracle_routing *s)
-{
+                            oracle_routing *s) {
     const int E = c->router.E;
     double *p = zeros(E, sizeof *p), loss = 0;
     int tokens = 0;
@@ -552,8 +514,7 @@ double oracle_router_z_loss(const oracle_config *c, int n_layers, int T, const i
 }
 
 double oracle_cross_entropy(int T, int V, double z, const double *logits, const int *targets,
-                            double *row_loss, double *dlogits, int *count)
-{
+                            double *row_loss, double *dlogits, int *count) {
     double sum = 0;
     *count = 0;
     memset(dlogits, 0, (size_t)(T * V) * sizeof *dlogits);
@@ -580,8 +541,7 @@ typedef struct run {
     int n_blocks, capacity;
 } run;
 
-static double *buffer(run *r, int n)
-{
+static double *buffer(run *r, int n) {
     if (r->n_blocks == r->capacity) {
         r->capacity = 2 * r->capacity + 64;
         r->blocks = realloc(r->blocks, (size_t)r->capacity * sizeof *r->blocks);
@@ -592,8 +552,7 @@ static double *buffer(run *r, int n)
 
 // Copies an output. Shape: 0 ends it. layer < 0: the name is `what`, else "what.layer.tail".
 static void record(run *r, const char *what, int layer, const char *tail, int n0, int n1, int n2,
-                   const double *value)
-{
+                   const double *value) {
     if (!r->out) return;
     char name[80];
     snprintf(name, sizeof name, layer < 0 ? "%s" : "%s.%d%s", what, layer, tail);
@@ -602,8 +561,8 @@ static void record(run *r, const char *what, int layer, const char *tail, int n0
 }
 
 // y (T, n_out) = x W^T + b; the bias where the model has one.
-static double *linear(run *r, const char *layer, const char *name, int T, int n_in, const double *x)
-{
+static double *linear(run *r, const char *layer, const char *name, int T, int n_in,
+                      const double *x) {
     const oracle_tensor *w = oracle_get(r->params, "%s%s.weight", layer, name);
     char bias[200];
     snprintf(bias, sizeof bias, "%s%s.bias", layer, name);
@@ -618,8 +577,7 @@ static double *linear(run *r, const char *layer, const char *name, int T, int n_
 
 // Returns dx; the gradients of weight and bias are +=.
 static double *linear_backward(run *r, const char *layer, const char *name, int T, int n_in,
-                               const double *x, const double *dy)
-{
+                               const double *x, const double *dy) {
     const oracle_tensor *w = oracle_get(r->params, "%s%s.weight", layer, name);
     char bias[200];
     snprintf(bias, sizeof bias, "%s%s.bias", layer, name);
@@ -632,8 +590,7 @@ static double *linear_backward(run *r, const char *layer, const char *name, int 
 }
 
 static double *norm(run *r, const char *layer, const char *name, int T, int D, double eps,
-                    const double *x)
-{
+                    const double *x) {
     const oracle_tensor *w = oracle_get(r->params, "%s%s.weight", layer, name);
     if (w->n != D) die("wrong shape", w->name);
     double *y = buffer(r, T * D);
@@ -642,16 +599,14 @@ static double *norm(run *r, const char *layer, const char *name, int T, int D, d
 }
 
 static double *norm_backward(run *r, const char *layer, const char *name, int T, int D, double eps,
-                             const double *x, const double *dy)
-{
+                             const double *x, const double *dy) {
     const oracle_tensor *w = oracle_get(r->params, "%s%s.weight", layer, name);
     double *dx = buffer(r, T * D);
     oracle_rmsnorm_backward(T, D, eps, x, w->value, dy, dx, w->grad);
     return dx;
 }
 
-static oracle_mlp mlp_get(run *r, const char *layer, const char *name, int F)
-{
+static oracle_mlp mlp_get(run *r, const char *layer, const char *name, int F) {
     const oracle_tensor *g = oracle_get(r->params, "%s%s.gate_proj.weight", layer, name);
     const oracle_tensor *u = oracle_get(r->params, "%s%s.up_proj.weight", layer, name);
     const oracle_tensor *d = oracle_get(r->params, "%s%s.down_proj.weight", layer, name);
@@ -668,7 +623,7 @@ typedef struct rows { // the positions that a stack of blocks works on
 } rows;
 
 typedef struct block { // one decoder layer and what its backward pass needs
-    char name[40]; // "model.layers.3."
+    char name[40];     // "model.layers.3."
     int index;
     rows w;
     const double *x, *n1, *mid, *n2; // input; normed; after attention; normed
@@ -679,15 +634,13 @@ typedef struct block { // one decoder layer and what its backward pass needs
     oracle_routing routing;
 } block;
 
-static oracle_attention attention_shape(const oracle_config *c, const rows *w)
-{
-    return (oracle_attention){w->B, w->S, c->H, c->nope + c->rope, c->v_dim,
-                              oracle_softmax_scale(c), w->segments};
+static oracle_attention attention_shape(const oracle_config *c, const rows *w) {
+    return (oracle_attention){
+        w->B, w->S, c->H, c->nope + c->rope, c->v_dim, oracle_softmax_scale(c), w->segments};
 }
 
 // Multi-head latent attention: (T, D) -> (T, D).
-static double *mla_forward(run *r, block *b, const double *x)
-{
+static double *mla_forward(run *r, block *b, const double *x) {
     const oracle_config *c = r->cfg;
     const int T = b->w.T, H = c->H, dk = c->nope + c->rope, dv = c->v_dim, kvl = c->kv_lora;
     char p[80];
@@ -718,8 +671,7 @@ static double *mla_forward(run *r, block *b, const double *x)
     return linear(r, p, "o_proj", T, H * dv, b->context);
 }
 
-static double *mla_backward(run *r, block *b, const double *x, const double *dy)
-{
+static double *mla_backward(run *r, block *b, const double *x, const double *dy) {
     const oracle_config *c = r->cfg;
     const int T = b->w.T, H = c->H, dk = c->nope + c->rope, dv = c->v_dim, kvl = c->kv_lora;
     char p[80];
@@ -738,14 +690,14 @@ static double *mla_backward(run *r, block *b, const double *x, const double *dy)
     oracle_rope(c, T, H, dk, b->w.position, -1, dq + c->nope);
     oracle_rope(c, T, 1, kvl + c->rope, b->w.position, -1, dkva + kvl);
     const double *dln = linear_backward(r, p, "kv_b_proj", T, kvl, b->ln, dkvb);
-    const double *dlatent =
-        norm_backward(r, p, "kv_a_layernorm", T, kvl, c->latent_eps, b->latent, dln);
+    const double *dlatent = norm_backward(r, p, "kv_a_layernorm", T, kvl, c->latent_eps, b->latent,
+                                          dln);
     for (int t = 0; t < T; t++) copy(dkva + t * (kvl + c->rope), dlatent + t * kvl, kvl);
     double *dx = linear_backward(r, p, "kv_a_proj_with_mqa", T, c->D, x, dkva);
     if (c->q_lora) {
         const double *dqn = linear_backward(r, p, "q_b_proj", T, c->q_lora, b->qn, dq);
-        const double *dqa =
-            norm_backward(r, p, "q_a_layernorm", T, c->q_lora, c->latent_eps, b->qa, dqn);
+        const double *dqa = norm_backward(r, p, "q_a_layernorm", T, c->q_lora, c->latent_eps, b->qa,
+                                          dqn);
         add(dx, linear_backward(r, p, "q_a_proj", T, c->D, x, dqa), T * c->D);
     } else {
         add(dx, linear_backward(r, p, "q_proj", T, c->D, x, dq), T * c->D);
@@ -753,8 +705,7 @@ static double *mla_backward(run *r, block *b, const double *x, const double *dy)
     return dx;
 }
 
-static void record_routing(run *r, const block *b)
-{
+static void record_routing(run *r, const block *b) {
     const int T = b->w.T, E = r->cfg->router.E, K = r->cfg->router.K, i = b->index;
     double *ids = buffer(r, T * K), *counts = buffer(r, E), *next = buffer(r, E);
     for (int j = 0; j < T * K; j++) {
@@ -771,8 +722,7 @@ static void record_routing(run *r, const block *b)
     record(r, "router", i, ".bias_next", E, 0, 0, next);
 }
 
-static void moe_get(run *r, block *b)
-{
+static void moe_get(run *r, block *b) {
     const oracle_config *c = r->cfg;
     char name[120];
     snprintf(name, sizeof name, "%smlp.gate.e_score_correction_bias", b->name);
@@ -791,8 +741,7 @@ static void moe_get(run *r, block *b)
 }
 
 // x (T, D) -> the residual stream after the layer.
-static double *block_forward(run *r, block *b, int index, const rows *w, const double *x)
-{
+static double *block_forward(run *r, block *b, int index, const rows *w, const double *x) {
     const oracle_config *c = r->cfg;
     const int T = w->T, D = c->D;
     snprintf(b->name, sizeof b->name, "model.layers.%d.", index);
@@ -819,8 +768,7 @@ static double *block_forward(run *r, block *b, int index, const rows *w, const d
 }
 
 // dy: gradient of the layer's output; returns that of its input.
-static double *block_backward(run *r, block *b, const double *dy)
-{
+static double *block_backward(run *r, block *b, const double *dy) {
     const oracle_config *c = r->cfg;
     const int T = b->w.T, D = c->D;
     record(r, "dhidden", b->index, "", b->w.B, b->w.S, D, dy);
@@ -855,12 +803,11 @@ typedef struct depth { // one MTP module
     head head;
     double *e, *h;     // embedding of token s+k, hidden of depth k-1
     double *cat, *out; // their norms side by side; output of the block
-    int *ids;                  // (B, S-k) token s+k
+    int *ids;          // (B, S-k) token s+k
 } depth;
 
 // Rows of depth k (0: the main model). Positions count from the start of each document.
-static rows rows_make(const oracle_batch *batch, int k)
-{
+static rows rows_make(const oracle_batch *batch, int k) {
     const int B = batch->B, S = batch->S - k;
     rows w = {B, S, B * S, zeros(B * S, sizeof(int)), zeros(B * S, sizeof(int))};
     for (int i = 0; i < w.T; i++) {
@@ -873,19 +820,16 @@ static rows rows_make(const oracle_batch *batch, int k)
     return w;
 }
 
-static void rows_free(rows *w)
-{
+static void rows_free(rows *w) {
     free(w->segments), free(w->position);
 }
 
-static const char *head_name(const run *r)
-{
+static const char *head_name(const run *r) {
     const bool tied = r->cfg->tied || !oracle_find(r->params, "lm_head.weight");
     return tied ? "model.embed_tokens" : "lm_head";
 }
 
-static double *embed(run *r, int T, const int *ids)
-{
+static double *embed(run *r, int T, const int *ids) {
     const int D = r->cfg->D;
     const oracle_tensor *w = oracle_get(r->params, "model.embed_tokens.weight");
     double *x = buffer(r, T * D);
@@ -896,16 +840,14 @@ static double *embed(run *r, int T, const int *ids)
     return x;
 }
 
-static void embed_backward(run *r, int T, const int *ids, const double *dx)
-{
+static void embed_backward(run *r, int T, const int *ids, const double *dx) {
     const int D = r->cfg->D;
     const oracle_tensor *w = oracle_get(r->params, "model.embed_tokens.weight");
     for (int t = 0; t < T; t++) add(w->grad + ids[t] * D, dx + t * D, D);
 }
 
 // Logits and loss of `hidden` at depth k.
-static head head_forward(run *r, const oracle_batch *batch, int k, const rows *w, double *hidden)
-{
+static head head_forward(run *r, const oracle_batch *batch, int k, const rows *w, double *hidden) {
     const int V = r->cfg->V, D = r->cfg->D;
     head h = {hidden, buffer(r, w->T * V), 0, 0};
     double *row_loss = buffer(r, w->T);
@@ -925,15 +867,14 @@ static head head_forward(run *r, const oracle_batch *batch, int k, const rows *w
     return h;
 }
 
-static double *head_backward(run *r, const rows *w, const head *h, double factor)
-{
+static double *head_backward(run *r, const rows *w, const head *h, double factor) {
     for (int i = 0; i < w->T * r->cfg->V; i++) h->dlogits[i] *= factor;
     return linear_backward(r, "", head_name(r), w->T, r->cfg->D, h->hidden, h->dlogits);
 }
 
 // Depth k: from depth k-1's normed hidden state (rows of S-k+1) to its own.
-static double *depth_forward(run *r, const oracle_batch *batch, depth *d, int k, const double *prev)
-{
+static double *depth_forward(run *r, const oracle_batch *batch, depth *d, int k,
+                             const double *prev) {
     const oracle_config *c = r->cfg;
     const int D = c->D, S = batch->S - k, T = batch->B * S;
     char p[40], name[32];
@@ -963,8 +904,7 @@ static double *depth_forward(run *r, const oracle_batch *batch, depth *d, int k,
 
 // dhidden (rows of depth k): what deeper modules ask for; dprev (rows of depth k-1) is +=.
 static void depth_backward(run *r, depth *d, int k, double factor, const double *dhidden,
-                           double *dprev)
-{
+                           double *dprev) {
     const oracle_config *c = r->cfg;
     const int D = c->D, T = d->w.T, S = d->w.S;
     char p[40];
@@ -984,8 +924,7 @@ static void depth_backward(run *r, depth *d, int k, double factor, const double 
     for (int i = 0; i < T; i++) add(dprev + (i / S * (S + 1) + i % S) * D, dfrom + i * D, D);
 }
 
-static void block_aux(run *r, block *b, int n_moe, double *balance, double *z)
-{
+static void block_aux(run *r, block *b, int n_moe, double *balance, double *z) {
     if (!b->is_moe) return;
     const rows *w = &b->w;
     *balance += oracle_balance_loss(r->cfg, n_moe, w->B, w->S, w->segments, &b->routing);
@@ -1001,8 +940,7 @@ typedef struct model { // everything that one pass keeps
     int mtp_count;
 } model;
 
-static double model_forward(run *r, const oracle_batch *batch, model *m)
-{
+static double model_forward(run *r, const oracle_batch *batch, model *m) {
     const oracle_config *c = r->cfg;
     const int n_moe = c->L - c->n_dense + c->mtp_layers;
     double *x = embed(r, m->w.T, batch->ids), mtp_sum = 0, balance = 0, z = 0;
@@ -1031,8 +969,7 @@ static double model_forward(run *r, const oracle_batch *batch, model *m)
     return total;
 }
 
-static void model_backward(run *r, const oracle_batch *batch, model *m)
-{
+static void model_backward(run *r, const oracle_batch *batch, model *m) {
     const oracle_config *c = r->cfg;
     const int T = m->w.T;
     const double factor = m->mtp_count ? c->mtp_weight / m->mtp_count : 0;
@@ -1049,8 +986,7 @@ static void model_backward(run *r, const oracle_batch *batch, model *m)
 }
 
 double oracle_run(const oracle_config *cfg, oracle_set *params, const oracle_batch *batch,
-                  bool backward, oracle_set *out)
-{
+                  bool backward, oracle_set *out) {
     run r = {.cfg = cfg, .params = params, .out = out};
     model m = {.w = rows_make(batch, 0)};
     m.blocks = zeros(cfg->L, sizeof *m.blocks);
@@ -1071,8 +1007,7 @@ double oracle_run(const oracle_config *cfg, oracle_set *params, const oracle_bat
 
 /* ---- optimizer ---- */
 
-void oracle_adamw_step(const oracle_adamw *o, int n, oracle_set *params)
-{
+void oracle_adamw_step(const oracle_adamw *o, int n, oracle_set *params) {
     for (int j = 0; j < params->n; j++) {
         oracle_tensor *t = &params->at[j];
         if (!t->trainable) continue;
@@ -1088,8 +1023,7 @@ void oracle_adamw_step(const oracle_adamw *o, int n, oracle_set *params)
     }
 }
 
-double oracle_clip(oracle_set *params, double c)
-{
+double oracle_clip(oracle_set *params, double c) {
     double sum = 0;
     for (int j = 0; j < params->n; j++) {
         const oracle_tensor *t = &params->at[j];
@@ -1103,8 +1037,7 @@ double oracle_clip(oracle_set *params, double c)
     return norm_before;
 }
 
-void oracle_bias_update(int E, double rate, const double *counts, double *bias)
-{
+void oracle_bias_update(int E, double rate, const double *counts, double *bias) {
     double mean = 0;
     for (int e = 0; e < E; e++) mean += counts[e] / E;
     for (int e = 0; e < E; e++) {

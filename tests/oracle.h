@@ -15,12 +15,12 @@
 /* ---- named tensors ---- */
 
 typedef struct oracle_tensor {
-    char *name;      // a Hugging Face name, or an output's name
+    char *name; // a Hugging Face name, or an output's name
     int n_dims, shape[4], n;
-    double *value;   // n elements; ids and counts are stored as doubles too
-    double *grad;    // n elements; NULL in a set of outputs
-    double *m, *v;   // AdamW's moments; NULL before the first step
-    bool trainable;  // not the router bias, not an MTP layer's copies of embedding and head
+    double *value;  // n elements; ids and counts are stored as doubles too
+    double *grad;   // n elements; NULL in a set of outputs
+    double *m, *v;  // AdamW's moments; NULL before the first step
+    bool trainable; // not the router bias, not an MTP layer's copies of embedding and head
 } oracle_tensor;
 
 typedef struct oracle_set {
@@ -172,9 +172,9 @@ void oracle_experts_backward(int T, int D, int K, const oracle_mlp *experts, con
 
 // One MoE layer's routing. ids (T, K): larger choice first, equal ones by lower id; -1: not routed.
 typedef struct oracle_routing {
-    double *logits, *score;   // (T, E)
-    double *dlogits, *dscore; // (T, E) zeroed by open; auxiliary losses add theirs, then
-                              // the backward pass adds its own
+    double *logits, *score;     // (T, E)
+    double *dlogits, *dscore;   // (T, E) zeroed by open; auxiliary losses add theirs, then
+                                // the backward pass adds its own
     double *weights, *dweights; // (T, K)
     int *ids;
 } oracle_routing;

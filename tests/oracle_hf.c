@@ -12,21 +12,18 @@
 #include "fixture.h"
 #include "oracle.h"
 
-static double number(const json_t *object, const char *key, double fallback)
-{
+static double number(const json_t *object, const char *key, double fallback) {
     const json_t *value = json_object_get(object, key);
     if (json_is_true(value)) return 1;
     if (json_is_false(value)) return 0;
     return json_is_number(value) ? json_number_value(value) : fallback;
 }
 
-static int integer(const json_t *object, const char *key, int fallback)
-{
+static int integer(const json_t *object, const char *key, int fallback) {
     return (int)number(object, key, fallback);
 }
 
-static void rope_load(const json_t *root, oracle_config *c)
-{
+static void rope_load(const json_t *root, oracle_config *c) {
     const json_t *new_form = json_object_get(root, "rope_parameters");
     const json_t *rope = new_form ? new_form : json_object_get(root, "rope_scaling");
     c->rope_theta = number(new_form ? new_form : root, "rope_theta", 10000);
@@ -43,8 +40,7 @@ static void rope_load(const json_t *root, oracle_config *c)
     c->yarn.attention_factor = number(rope, "attention_factor", 0);
 }
 
-bool oracle_config_load(const char *path, oracle_config *cfg_out)
-{
+bool oracle_config_load(const char *path, oracle_config *cfg_out) {
     json_t *root = json_load_file(path, 0, NULL);
     if (!root) return false;
     const char *type = json_string_value(json_object_get(root, "model_type"));
@@ -52,27 +48,36 @@ bool oracle_config_load(const char *path, oracle_config *cfg_out)
     const bool v2 = type && strcmp(type, "deepseek_v2") == 0;
     const bool no_groups = v2 && !(method && strcmp(method, "group_limited_greedy") == 0);
     oracle_config c = {
-        .V = integer(root, "vocab_size", 0), .D = integer(root, "hidden_size", 0),
-        .L = integer(root, "num_hidden_layers", 0), .H = integer(root, "num_attention_heads", 0),
+        .V = integer(root, "vocab_size", 0),
+        .D = integer(root, "hidden_size", 0),
+        .L = integer(root, "num_hidden_layers", 0),
+        .H = integer(root, "num_attention_heads", 0),
         .n_dense = integer(root, "first_k_dense_replace", 0),
         .F_dense = integer(root, "intermediate_size", 0),
         .F_moe = integer(root, "moe_intermediate_size", 0),
         .n_shared = integer(root, "n_shared_experts", 0),
-        .q_lora = integer(root, "q_lora_rank", 0), .kv_lora = integer(root, "kv_lora_rank", 0),
-        .nope = integer(root, "qk_nope_head_dim", 0), .rope = integer(root, "qk_rope_head_dim", 0),
+        .q_lora = integer(root, "q_lora_rank", 0),
+        .kv_lora = integer(root, "kv_lora_rank", 0),
+        .nope = integer(root, "qk_nope_head_dim", 0),
+        .rope = integer(root, "qk_rope_head_dim", 0),
         .v_dim = integer(root, "v_head_dim", 0),
-        .eps = number(root, "rms_norm_eps", 1e-6), .latent_eps = 1e-6,
+        .eps = number(root, "rms_norm_eps", 1e-6),
+        .latent_eps = 1e-6,
         .attention_bias = number(root, "attention_bias", 0) != 0,
         .rope_interleave = v2 || number(root, "rope_interleave", 1) != 0,
         .tied = number(root, "tie_word_embeddings", 0) != 0,
         .mtp_layers = integer(root, "num_nextn_predict_layers", 0),
-        .mtp_weight = 0.3, .bias_rate = 0.001,
+        .mtp_weight = 0.3,
+        .bias_rate = 0.001,
     };
     // DeepSeek-V2: softmax, a group's single best, norm_topk_prob ignored.
     c.router = (oracle_router){
-        .E = integer(root, "n_routed_experts", 0), .K = integer(root, "num_experts_per_tok", 0),
+        .E = integer(root, "n_routed_experts", 0),
+        .K = integer(root, "num_experts_per_tok", 0),
         .n_group = no_groups ? 1 : integer(root, "n_group", 1),
-        .topk_group = integer(root, "topk_group", 1), .group_best = v2 ? 1 : 2, .softmax = v2,
+        .topk_group = integer(root, "topk_group", 1),
+        .group_best = v2 ? 1 : 2,
+        .softmax = v2,
         .norm_topk = !v2 && number(root, "norm_topk_prob", 1) != 0,
         .scale = number(root, "routed_scaling_factor", 1),
     };
@@ -82,8 +87,7 @@ bool oracle_config_load(const char *path, oracle_config *cfg_out)
     return true;
 }
 
-bool oracle_params_load(const char *path, oracle_set *params_out)
-{
+bool oracle_params_load(const char *path, oracle_set *params_out) {
     fixture f;
     if (!fixture_open(path, &f)) return false;
     *params_out = (oracle_set){0};
@@ -98,8 +102,7 @@ bool oracle_params_load(const char *path, oracle_set *params_out)
 
 // Uniform with standard deviation n_in^-1/2; vectors: norms around 1, others around 0.
 static void random_tensor(oracle_set *set, uint64_t seed, int n_out, int n_in, const char *format,
-                          ...)
-{
+                          ...) {
     char name[200];
     va_list args;
     va_start(args, format);
@@ -115,15 +118,13 @@ static void random_tensor(oracle_set *set, uint64_t seed, int n_out, int n_in, c
     }
 }
 
-static void random_mlp(oracle_set *set, uint64_t seed, int D, int F, const char *name)
-{
+static void random_mlp(oracle_set *set, uint64_t seed, int D, int F, const char *name) {
     random_tensor(set, seed, F, D, "%s.gate_proj.weight", name);
     random_tensor(set, seed, F, D, "%s.up_proj.weight", name);
     random_tensor(set, seed, D, F, "%s.down_proj.weight", name);
 }
 
-static void random_attention(const oracle_config *c, uint64_t seed, int l, oracle_set *set)
-{
+static void random_attention(const oracle_config *c, uint64_t seed, int l, oracle_set *set) {
     char p[60];
     snprintf(p, sizeof p, "model.layers.%d.self_attn", l);
     const int dq = c->H * (c->nope + c->rope), kva = c->kv_lora + c->rope;
@@ -143,8 +144,7 @@ static void random_attention(const oracle_config *c, uint64_t seed, int l, oracl
     if (c->attention_bias) random_tensor(set, seed, c->D, 0, "%s.o_proj.bias", p);
 }
 
-static void random_layer(const oracle_config *c, uint64_t seed, int l, oracle_set *set)
-{
+static void random_layer(const oracle_config *c, uint64_t seed, int l, oracle_set *set) {
     char p[60], name[100];
     snprintf(p, sizeof p, "model.layers.%d", l);
     const char *norms[] = {"enorm", "hnorm", "shared_head.norm"};
@@ -172,8 +172,7 @@ static void random_layer(const oracle_config *c, uint64_t seed, int l, oracle_se
     if (c->n_shared) random_mlp(set, seed, c->D, c->F_moe * c->n_shared, name);
 }
 
-void oracle_params_random(const oracle_config *c, uint64_t seed, oracle_set *params_out)
-{
+void oracle_params_random(const oracle_config *c, uint64_t seed, oracle_set *params_out) {
     *params_out = (oracle_set){0};
     random_tensor(params_out, seed, c->V, c->D, "model.embed_tokens.weight");
     for (int l = 0; l < c->L + c->mtp_layers; l++) random_layer(c, seed, l, params_out);

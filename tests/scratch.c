@@ -18,8 +18,7 @@
 static char root[256];
 static char log_text[16384];
 
-int scratch_open(void **state)
-{
+int scratch_open(void **state) {
     (void)state;
     const char *base = getenv("TMPDIR");
     snprintf(root, sizeof root, "%.200s/dpl-test-XXXXXX", base && *base ? base : "/tmp");
@@ -30,14 +29,12 @@ int scratch_open(void **state)
     return 0;
 }
 
-int scratch_close(void **state)
-{
+int scratch_close(void **state) {
     (void)state;
     return dpl_remove_tree(root) == DPL_OK ? 0 : -1;
 }
 
-const char *scratch_path(const char *format, ...)
-{
+const char *scratch_path(const char *format, ...) {
     static char paths[16][8192];
     static int next;
     char *path = paths[next++ % 16];
@@ -49,20 +46,17 @@ const char *scratch_path(const char *format, ...)
     return path;
 }
 
-void scratch_write(const char *path, const void *data, size_t bytes)
-{
+void scratch_write(const char *path, const void *data, size_t bytes) {
     FILE *file = fopen(path, "wb");
     if (!file || fwrite(data, 1, bytes, file) != bytes || fclose(file) != 0)
         fail_msg("cannot write %s", path);
 }
 
-void scratch_text(const char *path, const char *text)
-{
+void scratch_text(const char *path, const char *text) {
     scratch_write(path, text, strlen(text));
 }
 
-bool scratch_holds(const char *path, const void *data, size_t bytes)
-{
+bool scratch_holds(const char *path, const void *data, size_t bytes) {
     FILE *file = fopen(path, "rb");
     if (!file) return false;
     char *got = malloc(bytes + 1);
@@ -73,42 +67,36 @@ bool scratch_holds(const char *path, const void *data, size_t bytes)
     return same;
 }
 
-size_t scratch_count(const char *path)
-{
+size_t scratch_count(const char *path) {
     DIR *dir = opendir(path);
     if (!dir) fail_msg("cannot read %s", path);
     size_t n = 0;
     const struct dirent *entry;
-    while ((entry = readdir(dir)))
-        n += strcmp(entry->d_name, ".") && strcmp(entry->d_name, "..");
+    while ((entry = readdir(dir))) n += strcmp(entry->d_name, ".") && strcmp(entry->d_name, "..");
     closedir(dir);
     return n;
 }
 
 void scratch_check_error(dpl_status got, dpl_status want, const char *part, const char *part2,
-                         const char *file, int line)
-{
+                         const char *file, int line) {
     const char *text = got == DPL_OK ? "" : dpl_error_message();
     if (got == want && strstr(text, part) && strstr(text, part2)) return;
     fail_msg("%s:%d: status %d '%s'; expected %d with '%s' and '%s'", file, line, (int)got, text,
              (int)want, part, part2);
 }
 
-static void collect(void *arg, const char *line)
-{
+static void collect(void *arg, const char *line) {
     (void)arg;
     const size_t used = strlen(log_text);
     snprintf(log_text + used, sizeof log_text - used, "%s\n", line);
 }
 
-void scratch_log_start(void)
-{
+void scratch_log_start(void) {
     log_text[0] = '\0';
     dpl_log_sink(collect, NULL);
 }
 
-const char *scratch_log_stop(void)
-{
+const char *scratch_log_stop(void) {
     dpl_log_sink(NULL, NULL);
     return log_text;
 }

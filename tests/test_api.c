@@ -52,8 +52,7 @@ static const char *const small[] = {
     "init_std=0.3",
 };
 
-static dpl_config *small_config(const char *more)
-{
+static dpl_config *small_config(const char *more) {
     dpl_config *config = NULL;
     check_ok(dpl_config_open(NULL, &config));
     for (size_t i = 0; i < sizeof small / sizeof small[0]; i++)
@@ -68,31 +67,27 @@ typedef struct rig {
     dpl_model *model;
 } rig;
 
-static rig rig_open(int n_threads, const char *more)
-{
+static rig rig_open(int n_threads, const char *more) {
     rig r = {.config = small_config(more)};
     check_ok(dpl_ctx_open(n_threads, &r.ctx));
     check_ok(dpl_model_open(r.ctx, NULL, r.config, &r.model));
     return r;
 }
 
-static void rig_close(rig *r)
-{
+static void rig_close(rig *r) {
     dpl_model_close(&r->model);
     assert_null(r->model);
     dpl_config_close(&r->config);
     dpl_ctx_close(&r->ctx);
 }
 
-static const char *make_dir(const char *name)
-{
+static const char *make_dir(const char *name) {
     const char *path = scratch_path("%s", name);
     assert_int_equal(mkdir(path, 0777), 0);
     return path;
 }
 
-static void fill_ids(int32_t *ids, size_t n, uint32_t seed)
-{
+static void fill_ids(int32_t *ids, size_t n, uint32_t seed) {
     for (size_t i = 0; i < n; i++) {
         seed = seed * 1664525u + 1013904223u;
         ids[i] = (int32_t)(seed >> 24);
@@ -100,20 +95,16 @@ static void fill_ids(int32_t *ids, size_t n, uint32_t seed)
 }
 
 // Log softmax of one row at `id`, in double.
-static double log_p(const float *row, int32_t id)
-{
+static double log_p(const float *row, int32_t id) {
     double top = row[0], sum = 0;
-    for (int j = 1; j < VOCAB; j++)
-        top = fmax(top, row[j]);
-    for (int j = 0; j < VOCAB; j++)
-        sum += exp(row[j] - top);
+    for (int j = 1; j < VOCAB; j++) top = fmax(top, row[j]);
+    for (int j = 0; j < VOCAB; j++) sum += exp(row[j] - top);
     return row[id] - top - log(sum);
 }
 
 /* ---- version and sizes ---- */
 
-static void test_version(void **state)
-{
+static void test_version(void **state) {
     (void)state;
     char text[32];
     snprintf(text, sizeof text, "%d.%d.%d", DPL_VERSION_MAJOR, DPL_VERSION_MINOR,
@@ -121,8 +112,7 @@ static void test_version(void **state)
     assert_string_equal(dpl_version(), text); // CMake's number and the header's
 }
 
-static void test_info(void **state)
-{
+static void test_info(void **state) {
     (void)state;
     rig r = rig_open(1, NULL);
     dpl_model_info info = {.struct_bytes = sizeof info};
@@ -154,8 +144,7 @@ static void test_info(void **state)
 
 /* ---- forward and loss ---- */
 
-static void test_forward_rows(void **state)
-{
+static void test_forward_rows(void **state) {
     (void)state;
     enum { B = 3, S = 20 };
     int32_t ids[B * S];
@@ -175,8 +164,7 @@ static void test_forward_rows(void **state)
     free(one);
 }
 
-static void test_loss(void **state)
-{
+static void test_loss(void **state) {
     (void)state;
     enum { B = 2, S = 17 };
     int32_t ids[B * S], targets[B * S];
@@ -198,8 +186,7 @@ static void test_loss(void **state)
     rig_close(&r);
 }
 
-static void test_wrong_batches(void **state)
-{
+static void test_wrong_batches(void **state) {
     (void)state;
     rig r = rig_open(1, NULL);
     int32_t ids[4] = {0, 1, 2, 256}, targets[4] = {1, 2, 999, -1};
@@ -221,8 +208,7 @@ static void test_wrong_batches(void **state)
     rig_close(&r);
 }
 
-static void test_open_errors(void **state)
-{
+static void test_open_errors(void **state) {
     (void)state;
     dpl_ctx *ctx = NULL;
     dpl_model *model = NULL;
@@ -253,8 +239,7 @@ static void test_open_errors(void **state)
 
 /* ---- files ---- */
 
-static void expect_equal_models(dpl_model *a, dpl_model *b)
-{
+static void expect_equal_models(dpl_model *a, dpl_model *b) {
     enum { S = 12 };
     int32_t ids[S];
     fill_ids(ids, S, 5);
@@ -266,8 +251,7 @@ static void expect_equal_models(dpl_model *a, dpl_model *b)
     free(y);
 }
 
-static void test_write(void **state)
-{
+static void test_write(void **state) {
     (void)state;
     rig r = rig_open(2, NULL);
     dpl_model *copy = NULL;
@@ -292,8 +276,7 @@ static void test_write(void **state)
     rig_close(&r);
 }
 
-static void test_write_bfloat16(void **state)
-{
+static void test_write_bfloat16(void **state) {
     (void)state;
     rig r = rig_open(2, NULL);
     dpl_model *a = NULL, *b = NULL;
@@ -324,8 +307,7 @@ static void test_write_bfloat16(void **state)
 
 // The loss of one document by windows, by hand.
 static double document_loss(dpl_model *model, const char *text, size_t n, size_t window,
-                            size_t *n_tokens)
-{
+                            size_t *n_tokens) {
     double sum = 0;
     for (size_t at = 0; at + 1 < n; at += window) {
         const size_t len = n - 1 - at < window ? n - 1 - at : window;
@@ -346,8 +328,7 @@ typedef struct progress_log {
     uint64_t n_calls, last, total, stop_at;
 } progress_log;
 
-static int on_progress(void *arg, uint64_t n_done, uint64_t n_total)
-{
+static int on_progress(void *arg, uint64_t n_done, uint64_t n_total) {
     progress_log *log = arg;
     log->n_calls++;
     log->last = n_done;
@@ -355,13 +336,11 @@ static int on_progress(void *arg, uint64_t n_done, uint64_t n_total)
     return log->stop_at == n_done;
 }
 
-static void test_eval(void **state)
-{
+static void test_eval(void **state) {
     (void)state;
     rig r = rig_open(2, NULL);
     char first[203];
-    for (size_t i = 0; i < sizeof first; i++)
-        first[i] = (char)(i * 37 % 251);
+    for (size_t i = 0; i < sizeof first; i++) first[i] = (char)(i * 37 % 251);
     make_dir("texts");
     scratch_write(scratch_path("texts/a.txt"), first, sizeof first);
     scratch_text(scratch_path("texts/b.txt"), "x"); // nothing to predict
@@ -389,8 +368,7 @@ static void test_eval(void **state)
     rig_close(&r);
 }
 
-static void test_eval_errors(void **state)
-{
+static void test_eval_errors(void **state) {
     (void)state;
     rig r = rig_open(1, NULL);
     double loss = 7;
@@ -415,14 +393,12 @@ static void test_eval_errors(void **state)
 
 /* ---- generation ---- */
 
-static dpl_generator_options greedy(size_t tokens_max)
-{
+static dpl_generator_options greedy(size_t tokens_max) {
     return (dpl_generator_options){
         .struct_bytes = sizeof(dpl_generator_options), .tokens_max = tokens_max, .top_p = 1};
 }
 
-static void test_generate_greedy(void **state)
-{
+static void test_generate_greedy(void **state) {
     (void)state;
     enum { PROMPT = 9, N = 20 };
     rig r = rig_open(2, NULL);
@@ -433,8 +409,7 @@ static void test_generate_greedy(void **state)
     check_ok(dpl_generator_open(r.model, &o, &whole));
     check_ok(dpl_generator_open(r.model, &o, &pieces));
     check_ok(dpl_generator_feed(whole, ids, PROMPT));
-    for (int i = 0; i < PROMPT; i++)
-        check_ok(dpl_generator_feed(pieces, ids + i, 1));
+    for (int i = 0; i < PROMPT; i++) check_ok(dpl_generator_feed(pieces, ids + i, 1));
     float *logits = malloc(sizeof(float) * (PROMPT + N) * VOCAB);
     for (int i = 0; i < N; i++) {
         int32_t a, b;
@@ -460,8 +435,7 @@ static void test_generate_greedy(void **state)
 }
 
 static void draw(dpl_model *model, double temperature, double top_p, uint64_t seed, int32_t *ids,
-                 size_t n)
-{
+                 size_t n) {
     dpl_generator_options o = greedy(n + 1);
     o.temperature = temperature;
     o.top_p = top_p;
@@ -470,13 +444,11 @@ static void draw(dpl_model *model, double temperature, double top_p, uint64_t se
     const int32_t start = 65;
     check_ok(dpl_generator_open(model, &o, &g));
     check_ok(dpl_generator_feed(g, &start, 1));
-    for (size_t i = 0; i < n; i++)
-        check_ok(dpl_generator_next(g, &ids[i]));
+    for (size_t i = 0; i < n; i++) check_ok(dpl_generator_next(g, &ids[i]));
     dpl_generator_close(&g);
 }
 
-static void test_generate_draws(void **state)
-{
+static void test_generate_draws(void **state) {
     (void)state;
     enum { N = 40 };
     rig r = rig_open(1, NULL), other = rig_open(3, NULL);
@@ -493,8 +465,7 @@ static void test_generate_draws(void **state)
     rig_close(&other);
 }
 
-static void test_generator_errors(void **state)
-{
+static void test_generator_errors(void **state) {
     (void)state;
     rig r = rig_open(1, NULL);
     dpl_generator *g = NULL;
@@ -525,8 +496,7 @@ static void test_generator_errors(void **state)
 /* ---- inspect ---- */
 
 static json_t *inspect(const char *path, const char *const *settings, size_t n_settings,
-                       unsigned flags)
-{
+                       unsigned flags) {
     char *text = NULL;
     check_ok(dpl_inspect(path, settings, n_settings, DPL_INSPECT_JSON | flags, &text));
     json_t *object = json_loads(text, 0, NULL);
@@ -536,8 +506,7 @@ static json_t *inspect(const char *path, const char *const *settings, size_t n_s
     return object;
 }
 
-static void test_inspect(void **state)
-{
+static void test_inspect(void **state) {
     (void)state;
     rig r = rig_open(1, NULL);
     dpl_model_info info = {.struct_bytes = sizeof info};
@@ -569,8 +538,7 @@ static void test_inspect(void **state)
     rig_close(&r);
 }
 
-static void test_inspect_errors(void **state)
-{
+static void test_inspect_errors(void **state) {
     (void)state;
     char *text = NULL;
     const char *const bad[] = {"no_such_key=1"};
@@ -594,8 +562,7 @@ typedef struct faults {
     char input[512], output[512], model[512];
 } faults;
 
-static dpl_status all_calls(const faults *f)
-{
+static dpl_status all_calls(const faults *f) {
     dpl_model *model = NULL;
     dpl_generator *g = NULL;
     dpl_config *config = NULL;
@@ -624,20 +591,17 @@ static dpl_status all_calls(const faults *f)
 }
 
 // A batch for a probe, by hand: safetensors with input_ids (1, 4).
-static void write_input(const char *path)
-{
+static void write_input(const char *path) {
     static const char header[] =
         "{\"input_ids\":{\"dtype\":\"I64\",\"shape\":[1,4],\"data_offsets\":[0,32]}}";
     unsigned char file[8 + sizeof header - 1 + 32] = {sizeof header - 1};
     memcpy(file + 8, header, sizeof header - 1);
-    for (size_t i = 0; i < 4; i++)
-        file[8 + sizeof header - 1 + 8 * i] = (unsigned char)(7 * i);
+    for (size_t i = 0; i < 4; i++) file[8 + sizeof header - 1 + 8 * i] = (unsigned char)(7 * i);
     scratch_write(path, file, sizeof file);
 }
 
 // The n-th allocation, then the n-th write, fails; each failure is reported, nothing leaks or is left half-done.
-static void test_faults(void **state)
-{
+static void test_faults(void **state) {
     (void)state;
     rig r = rig_open(1, NULL);
     faults f = {.r = &r};
@@ -669,8 +633,7 @@ static void test_faults(void **state)
 }
 
 // A locale whose decimal sign is a comma; made in the scratch folder where the system has none. False: no way.
-static bool set_comma_locale(void)
-{
+static bool set_comma_locale(void) {
     if (setlocale(LC_NUMERIC, "de_DE.UTF-8")) return true;
     char command[512];
     snprintf(command, sizeof command, "localedef -i de_DE -f UTF-8 %s > /dev/null 2>&1",
@@ -680,8 +643,7 @@ static bool set_comma_locale(void)
     return setlocale(LC_NUMERIC, "de_DE.UTF-8") != NULL;
 }
 
-static void test_locale(void **state)
-{
+static void test_locale(void **state) {
     (void)state;
     if (!set_comma_locale()) {
         print_message("SKIPPED: the locale de_DE.UTF-8 can be neither found nor made\n");
@@ -708,8 +670,7 @@ static void test_locale(void **state)
 
 #define WITH_FILES(test) cmocka_unit_test_setup_teardown(test, scratch_open, scratch_close)
 
-int main(void)
-{
+int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_version),
         cmocka_unit_test(test_info),

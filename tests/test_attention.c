@@ -36,40 +36,32 @@ typedef struct problem {
     float *lse;
 } problem;
 
-static size_t mat_bytes(const problem *p, int i)
-{
+static size_t mat_bytes(const problem *p, int i) {
     return (p->s.b * p->s.s + 2) * p->m[i].ld * dpl_dtype_bytes(p->m[i].dtype);
 }
 
-static void *mat_base(const problem *p, int i)
-{
+static void *mat_base(const problem *p, int i) {
     return (uint8_t *)p->m[i].p - p->m[i].ld * dpl_dtype_bytes(p->m[i].dtype);
 }
 
-static double get(dpl_mat m, size_t row, size_t col)
-{
+static double get(dpl_mat m, size_t row, size_t col) {
     const void *x = dpl_mat_at(m, row, col).p;
     return m.dtype == DPL_F32 ? *(const float *)x : dpl_bf16_to_f32(*(const uint16_t *)x);
 }
 
-static void put(dpl_mat m, size_t row, size_t col, double x)
-{
+static void put(dpl_mat m, size_t row, size_t col, double x) {
     void *to = dpl_mat_at(m, row, col).p;
-    if (m.dtype == DPL_F32)
-        *(float *)to = (float)x;
-    else
-        *(uint16_t *)to = dpl_f32_to_bf16((float)x);
+    if (m.dtype == DPL_F32) *(float *)to = (float)x;
+    else *(uint16_t *)to = dpl_f32_to_bf16((float)x);
 }
 
-static int32_t segment_of(const shape *s, size_t row, size_t position)
-{
+static int32_t segment_of(const shape *s, size_t row, size_t position) {
     if (s->documents == 2) return (int32_t)(dpl_rng_u64(SEED, 77, row) % 4);
     if (row / s->s == 1) return 0; // the second sequence is padding
     return position * 8 >= s->s * 7 ? 0 : (int32_t)(1 + position * 3 / s->s);
 }
 
-static void problem_open(problem *p, shape s, dpl_dtype dtype)
-{
+static void problem_open(problem *p, shape s, dpl_dtype dtype) {
     const size_t n_rows = s.b * s.s;
     *p = (problem){.s = s, .dtype = dtype, .scale = 1.25f / sqrtf((float)(s.nope + s.rope))};
     const size_t width[N_MATS] = {
@@ -89,27 +81,22 @@ static void problem_open(problem *p, shape s, dpl_dtype dtype)
     memset(p->lse, 0xff, n_rows * s.h * sizeof(float));
     if (s.documents) {
         p->segment = malloc(n_rows * sizeof *p->segment);
-        for (size_t r = 0; r < n_rows; r++)
-            p->segment[r] = segment_of(&s, r, r % s.s);
+        for (size_t r = 0; r < n_rows; r++) p->segment[r] = segment_of(&s, r, r % s.s);
     }
 }
 
-static void problem_close(problem *p)
-{
-    for (int i = 0; i < N_MATS; i++)
-        free(mat_base(p, i));
+static void problem_close(problem *p) {
+    for (int i = 0; i < N_MATS; i++) free(mat_base(p, i));
     free(p->lse);
     free(p->segment);
 }
 
-static dpl_attention arguments(const problem *p)
-{
+static dpl_attention arguments(const problem *p) {
     return (dpl_attention){p->s.b,   p->s.s,     p->s.h,  p->s.nope, p->s.rope, p->s.v,
                            p->scale, p->segment, p->m[Q], p->m[KV],  p->m[KR]};
 }
 
-static void run(dpl_ctx *ctx, problem *p)
-{
+static void run(dpl_ctx *ctx, problem *p) {
     const dpl_attention a = arguments(p);
     const size_t mark = dpl_ctx_mark(ctx);
     dpl_attention_forward(ctx, &a, p->m[OUT], p->lse);
@@ -118,8 +105,7 @@ static void run(dpl_ctx *ctx, problem *p)
     assert_int_equal(dpl_ctx_mark(ctx), mark); // it keeps no memory
 }
 
-static dpl_ctx *open_ctx(const char *level, int n_threads, bool deferred)
-{
+static dpl_ctx *open_ctx(const char *level, int n_threads, bool deferred) {
     setenv("DPL_CPU", level, 1);
     dpl_ctx *ctx = NULL;
     if (dpl_ctx_create(n_threads, deferred, 0, &ctx) != DPL_OK) return NULL; // not this machine
@@ -132,13 +118,11 @@ typedef struct judged {
     double *q, *k, *v, *dout, *out, *dq, *dk, *dv, *dkr;
 } judged;
 
-static double *zeros(size_t n)
-{
+static double *zeros(size_t n) {
     return calloc(n + 1, sizeof(double));
 }
 
-static void judge(const problem *p, judged *j)
-{
+static void judge(const problem *p, judged *j) {
     const shape *s = &p->s;
     const size_t rows = s->b * s->s, d = s->nope + s->rope;
     *j = (judged){zeros(rows * s->h * d),    zeros(rows * s->h * d),    zeros(rows * s->h * s->v),
@@ -167,11 +151,9 @@ static void judge(const problem *p, judged *j)
                 j->dkr[r * s->rope + c] += j->dk[(r * s->h + h) * d + s->nope + c];
 }
 
-static void judged_close(judged *j)
-{
+static void judged_close(judged *j) {
     double *all[] = {j->q, j->k, j->v, j->dout, j->out, j->dq, j->dk, j->dv, j->dkr};
-    for (size_t i = 0; i < DPL_COUNT(all); i++)
-        free(all[i]);
+    for (size_t i = 0; i < DPL_COUNT(all); i++) free(all[i]);
 }
 
 // Compares columns of a head. The bound is on the largest error against the largest value.
@@ -179,15 +161,13 @@ typedef struct worst {
     double error, size;
 } worst;
 
-static void look(worst *w, double got, double want)
-{
+static void look(worst *w, double got, double want) {
     const double error = fabs(got - want);
     if (!(error <= w->error)) w->error = error;
     if (fabs(want) > w->size) w->size = fabs(want);
 }
 
-static void compare(const problem *p, const judged *j, const char *level)
-{
+static void compare(const problem *p, const judged *j, const char *level) {
     const shape *s = &p->s;
     const size_t rows = s->b * s->s, d = s->nope + s->rope;
     worst w[N_MATS] = {{0, 0}};
@@ -195,8 +175,7 @@ static void compare(const problem *p, const judged *j, const char *level)
         for (size_t h = 0; h < s->h; h++) {
             const size_t at = (r * s->h + h) * d, atv = (r * s->h + h) * s->v,
                          kv = h * (s->nope + s->v);
-            for (size_t c = 0; c < d; c++)
-                look(&w[DQ], get(p->m[DQ], r, h * d + c), j->dq[at + c]);
+            for (size_t c = 0; c < d; c++) look(&w[DQ], get(p->m[DQ], r, h * d + c), j->dq[at + c]);
             for (size_t c = 0; c < s->nope; c++)
                 look(&w[DKV], get(p->m[DKV], r, kv + c), j->dk[at + c]);
             for (size_t c = 0; c < s->v; c++) {
@@ -224,15 +203,13 @@ static void compare(const problem *p, const judged *j, const char *level)
     }
 }
 
-static bool all_ones(const void *p, size_t bytes)
-{
+static bool all_ones(const void *p, size_t bytes) {
     for (size_t i = 0; i < bytes; i++)
         if (((const uint8_t *)p)[i] != 0xff) return false;
     return true;
 }
 
-static void check_canaries(const problem *p)
-{
+static void check_canaries(const problem *p) {
     for (int i = 0; i < N_MATS; i++) {
         const size_t e = dpl_dtype_bytes(p->m[i].dtype), rows = p->s.b * p->s.s;
         assert_true(all_ones(mat_base(p, i), p->m[i].ld * e));
@@ -243,13 +220,11 @@ static void check_canaries(const problem *p)
 }
 
 // Padding queries: output and logsumexp are exactly 0, and so is every gradient of padding rows.
-static void check_padding(const problem *p)
-{
+static void check_padding(const problem *p) {
     for (size_t r = 0; p->segment && r < p->s.b * p->s.s; r++) {
         if (p->segment[r] != 0) continue;
         for (int i = OUT; i < N_MATS; i++)
-            for (size_t c = 0; c < p->width[i]; c++)
-                assert_true(get(p->m[i], r, c) == 0);
+            for (size_t c = 0; c < p->width[i]; c++) assert_true(get(p->m[i], r, c) == 0);
         for (size_t h = 0; h < p->s.h; h++)
             assert_true(p->lse[(r / p->s.s * p->s.h + h) * p->s.s + r % p->s.s] == 0);
     }
@@ -257,8 +232,7 @@ static void check_padding(const problem *p)
 
 static const char *const levels[] = {"ref", "avx2", "avx512"};
 
-static void check_shape(shape s, dpl_dtype dtype)
-{
+static void check_shape(shape s, dpl_dtype dtype) {
     problem p;
     problem_open(&p, s, dtype);
     judged j;
@@ -266,8 +240,7 @@ static void check_shape(shape s, dpl_dtype dtype)
     for (size_t l = 0; l < DPL_COUNT(levels); l++) {
         dpl_ctx *ctx = open_ctx(levels[l], 2, false);
         if (!ctx) continue;
-        for (int i = OUT; i < N_MATS; i++)
-            memset(mat_base(&p, i), 0xff, mat_bytes(&p, i));
+        for (int i = OUT; i < N_MATS; i++) memset(mat_base(&p, i), 0xff, mat_bytes(&p, i));
         run(ctx, &p);
         compare(&p, &j, levels[l]);
         check_canaries(&p);
@@ -278,8 +251,7 @@ static void check_shape(shape s, dpl_dtype dtype)
     problem_close(&p);
 }
 
-static void test_oracle(void **state)
-{
+static void test_oracle(void **state) {
     (void)state;
     print_message("seed %d\n", SEED);
     static const shape shapes[] = {
@@ -294,8 +266,7 @@ static void test_oracle(void **state)
     }
 }
 
-static void test_long_sequence(void **state)
-{
+static void test_long_sequence(void **state) {
     (void)state;
     check_shape((shape){1, 4096, 1, 8, 4, 6, 0}, DPL_F32);
     check_shape((shape){1, 4096, 1, 8, 4, 6, 1}, DPL_F32);
@@ -303,8 +274,7 @@ static void test_long_sequence(void **state)
 
 /* ---- finite differences ---- */
 
-static double loss(dpl_ctx *ctx, problem *p)
-{
+static double loss(dpl_ctx *ctx, problem *p) {
     const dpl_attention a = arguments(p);
     dpl_attention_forward(ctx, &a, p->m[OUT], p->lse);
     double sum = 0;
@@ -315,8 +285,7 @@ static double loss(dpl_ctx *ctx, problem *p)
 }
 
 // Moves matrix `i` by step along a direction; returns the gradient's component along it.
-static double move(problem *p, int i, double step)
-{
+static double move(problem *p, int i, double step) {
     const int grad = i == Q ? DQ : i == KV ? DKV : DKR;
     double slope = 0;
     for (size_t r = 0; r < p->s.b * p->s.s; r++)
@@ -328,8 +297,7 @@ static double move(problem *p, int i, double step)
     return slope;
 }
 
-static void test_finite_differences(void **state)
-{
+static void test_finite_differences(void **state) {
     (void)state;
     dpl_ctx *ctx = open_ctx("ref", 1, false);
     for (int documents = 0; documents <= 2; documents += 2) {
@@ -352,15 +320,13 @@ static void test_finite_differences(void **state)
 
 /* ---- bits ---- */
 
-static void assert_same_bits(const problem *a, const problem *b)
-{
+static void assert_same_bits(const problem *a, const problem *b) {
     for (int i = OUT; i < N_MATS; i++)
         assert_memory_equal(mat_base(a, i), mat_base(b, i), mat_bytes(a, i));
     assert_memory_equal(a->lse, b->lse, a->s.b * a->s.s * a->s.h * sizeof(float));
 }
 
-static void test_threads(void **state)
-{
+static void test_threads(void **state) {
     (void)state;
     for (size_t l = 0; l < DPL_COUNT(levels); l++) {
         problem one, many;
@@ -383,8 +349,7 @@ static void test_threads(void **state)
     }
 }
 
-static void test_deferred(void **state)
-{
+static void test_deferred(void **state) {
     (void)state;
     problem plain, late;
     const shape s = {2, 150, 2, 8, 4, 6, 2};
@@ -410,8 +375,7 @@ static void test_deferred(void **state)
 }
 
 // What comes after a row, and what padding rows hold, changes no bit of it.
-static void test_row_independence(void **state)
-{
+static void test_row_independence(void **state) {
     (void)state;
     const size_t whole = 333, part = 150;
     for (size_t l = 0; l < DPL_COUNT(levels); l++) {
@@ -429,8 +393,7 @@ static void test_row_independence(void **state)
     }
 }
 
-static void test_nan_in_padding(void **state)
-{
+static void test_nan_in_padding(void **state) {
     (void)state;
     for (size_t l = 0; l < DPL_COUNT(levels); l++) {
         dpl_ctx *ctx = open_ctx(levels[l], 2, false);
@@ -441,8 +404,7 @@ static void test_nan_in_padding(void **state)
         problem_open(&dirty, s, DPL_F32);
         for (size_t r = 0; r < s.b * s.s; r++)
             for (int i = Q; dirty.segment[r] == 0 && i <= DOUT; i++)
-                for (size_t c = 0; c < dirty.width[i]; c++)
-                    put(dirty.m[i], r, c, NAN);
+                for (size_t c = 0; c < dirty.width[i]; c++) put(dirty.m[i], r, c, NAN);
         run(ctx, &clean);
         run(ctx, &dirty);
         assert_same_bits(&clean, &dirty);
@@ -453,8 +415,7 @@ static void test_nan_in_padding(void **state)
 }
 
 // A NaN that a query does see is never hidden: rows before it are right, rows after it NaN.
-static void test_nan_is_kept(void **state)
-{
+static void test_nan_is_kept(void **state) {
     (void)state;
     for (size_t l = 0; l < DPL_COUNT(levels); l++) {
         dpl_ctx *ctx = open_ctx(levels[l], 2, false);
@@ -462,26 +423,22 @@ static void test_nan_is_kept(void **state)
         for (int i = KV; i <= KR; i++) {
             problem p;
             problem_open(&p, (shape){1, 300, 1, 8, 4, 6, 0}, DPL_F32);
-            for (size_t r = 256; r < 300; r++)
-                put(p.m[i], r, 0, NAN); // a whole block of keys
+            for (size_t r = 256; r < 300; r++) put(p.m[i], r, 0, NAN); // a whole block of keys
             run(ctx, &p);
-            for (size_t r = 0; r < 300; r++)
-                assert_true(isnan(get(p.m[OUT], r, 0)) == (r >= 256));
+            for (size_t r = 0; r < 300; r++) assert_true(isnan(get(p.m[OUT], r, 0)) == (r >= 256));
             problem_close(&p);
         }
         dpl_ctx_close(&ctx);
     }
 }
 
-static void test_nothing(void **state)
-{
+static void test_nothing(void **state) {
     (void)state;
     check_shape((shape){0, 5, 2, 8, 4, 6, 1}, DPL_F32);
     check_shape((shape){2, 0, 2, 8, 4, 6, 1}, DPL_F32);
 }
 
-int main(void)
-{
+int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_oracle),
         cmocka_unit_test(test_long_sequence),

@@ -35,15 +35,13 @@
 
 /* ---- status and log ------------------------------------------------------------------------- */
 
-static void *first_message(void *arg)
-{
+static void *first_message(void *arg) {
     *(bool *)arg = dpl_error_message()[0] == '\0';
     dpl_fail(DPL_EIO, "the other thread's");
     return NULL;
 }
 
-static void test_status(void **state)
-{
+static void test_status(void **state) {
     (void)state;
     assert_string_equal(dpl_status_text(DPL_OK), "success");
     assert_string_equal(dpl_status_text(DPL_EINTR), "stopped on request");
@@ -69,8 +67,7 @@ static void test_status(void **state)
     assert_string_equal(dpl_error_message(), "mine");
 }
 
-static void test_status_long(void **state)
-{
+static void test_status_long(void **state) {
     (void)state;
     char text[3000];
     memset(text, 'a', sizeof text);
@@ -85,20 +82,17 @@ static void test_status_long(void **state)
     assert_string_equal(dpl_error_message() + 1020, "a: "); // The place alone fills the text.
 }
 
-static dpl_status pass_on(dpl_status status, int *n_reached)
-{
+static dpl_status pass_on(dpl_status status, int *n_reached) {
     DPL_TRY(status);
     ++*n_reached;
     return DPL_OK;
 }
 
-static void keep_line(void *arg, const char *line)
-{
+static void keep_line(void *arg, const char *line) {
     snprintf(arg, 64, "%s", line);
 }
 
-static void test_try_and_log(void **state)
-{
+static void test_try_and_log(void **state) {
     (void)state;
     int n_reached = 0;
     assert_int_equal(pass_on(DPL_OK, &n_reached), DPL_OK);
@@ -118,8 +112,7 @@ static void test_try_and_log(void **state)
 
 /* ---- blocks --------------------------------------------------------------------------------- */
 
-static void test_alloc(void **state)
-{
+static void test_alloc(void **state) {
     (void)state;
     const size_t sizes[] = {0, 1, 63, 64, 4096, (2 << 20) - 1, 2 << 20, (5 << 20) + 3};
     for (size_t i = 0; i < DPL_COUNT(sizes); i++)
@@ -128,8 +121,7 @@ static void test_alloc(void **state)
             assert_non_null(p);
             assert_int_equal((uintptr_t)p % (sizes[i] < 2 << 20 ? DPL_ALIGN : 2 << 20), 0);
             size_t n_set = 0;
-            for (size_t k = 0; k < sizes[i]; k++)
-                n_set += p[k] != 0;
+            for (size_t k = 0; k < sizes[i]; k++) n_set += p[k] != 0;
             assert_int_equal(n_set, 0);
             memset(p, 0xff, sizes[i]);
             dpl_free(p);
@@ -146,8 +138,7 @@ static void test_alloc(void **state)
     dpl_free(copy);
 }
 
-static void test_fault(void **state)
-{
+static void test_fault(void **state) {
     (void)state;
     dpl_fault_alloc(3);
     void *a = dpl_alloc(1), *b = dpl_alloc(1), *c = dpl_alloc(1), *d = dpl_alloc(1);
@@ -167,8 +158,7 @@ static void test_fault(void **state)
     dpl_free(e);
 }
 
-static void test_open_out_of_memory(void **state)
-{
+static void test_open_out_of_memory(void **state) {
     (void)state;
     dpl_arena *arena = (void *)0x1;
     dpl_fault_alloc(1);
@@ -196,8 +186,7 @@ static void test_open_out_of_memory(void **state)
 
 /* ---- arena ---------------------------------------------------------------------------------- */
 
-static void test_arena(void **state)
-{
+static void test_arena(void **state) {
     (void)state;
     const size_t reserve = (size_t)8 << 20;
     dpl_arena *arena = NULL;
@@ -243,8 +232,7 @@ static void test_arena(void **state)
     dpl_arena_close(&arena);
 }
 
-static void test_arena_hold(void **state)
-{
+static void test_arena_hold(void **state) {
     (void)state;
     dpl_arena *arena = NULL;
     assert_int_equal(dpl_arena_open(1 << 16, &arena), DPL_OK);
@@ -260,8 +248,7 @@ static void test_arena_hold(void **state)
         dpl_arena_release(arena, mark);
         assert_int_equal(dpl_arena_mark(arena), mark + 64);
     }
-    for (int i = 0; i < 3; i++)
-        assert_int_equal(scratch[i][63], i);
+    for (int i = 0; i < 3; i++) assert_int_equal(scratch[i][63], i);
     dpl_arena_hold(arena, false);
     assert_int_equal(dpl_arena_mark(arena), 64);
 
@@ -300,8 +287,7 @@ static void test_arena_hold(void **state)
 }
 
 // Runs fn in a child with stderr to /dev/null; returns its signal, 0 if it lived.
-static int signal_of(void (*fn)(dpl_arena *arena), dpl_arena *arena)
-{
+static int signal_of(void (*fn)(dpl_arena *arena), dpl_arena *arena) {
     fflush(NULL);
     const pid_t child = fork();
     assert_true(child >= 0);
@@ -316,28 +302,23 @@ static int signal_of(void (*fn)(dpl_arena *arena), dpl_arena *arena)
     return WIFSIGNALED(status) ? WTERMSIG(status) : 0;
 }
 
-static void take_too_much(dpl_arena *arena)
-{
+static void take_too_much(dpl_arena *arena) {
     dpl_arena_alloc(arena, 4097);
 }
 
-static void take_wrapping(dpl_arena *arena)
-{
+static void take_wrapping(dpl_arena *arena) {
     dpl_arena_alloc(arena, SIZE_MAX);
 }
 
-static void release_upwards(dpl_arena *arena)
-{
+static void release_upwards(dpl_arena *arena) {
     dpl_arena_release(arena, 64);
 }
 
-static void take_enough(dpl_arena *arena)
-{
+static void take_enough(dpl_arena *arena) {
     dpl_arena_alloc(arena, 4096);
 }
 
-static void test_arena_misuse(void **state)
-{
+static void test_arena_misuse(void **state) {
     (void)state;
     dpl_arena *arena = NULL;
     assert_int_equal(dpl_arena_open(4096, &arena), DPL_OK);
@@ -348,8 +329,7 @@ static void test_arena_misuse(void **state)
     dpl_arena_close(&arena);
 }
 
-static void test_arena_poison(void **state)
-{
+static void test_arena_poison(void **state) {
     (void)state;
 #ifdef HAS_ASAN
     dpl_arena *arena = NULL;
@@ -357,8 +337,7 @@ static void test_arena_poison(void **state)
     char *a = dpl_arena_alloc(arena, 100);
     char *b = dpl_arena_alloc(arena, 64);
     assert_false(__asan_address_is_poisoned(a + 99));
-    for (char *p = a + 100; p < b; p++)
-        assert_true(__asan_address_is_poisoned(p));
+    for (char *p = a + 100; p < b; p++) assert_true(__asan_address_is_poisoned(p));
     assert_true(b - (a + 100) >= 64);
     assert_false(__asan_address_is_poisoned(b + 63));
     assert_true(__asan_address_is_poisoned(b + 64));
@@ -387,16 +366,14 @@ typedef struct job {
     unsigned n_tasks_by_thread[8]; // Not atomic: no two threads have one number.
 } job;
 
-static void square(void *arg, size_t i_task, int i_thread)
-{
+static void square(void *arg, size_t i_task, int i_thread) {
     job *j = arg;
     if (i_thread < 0 || i_thread >= j->n_threads) abort();
     j->n_tasks_by_thread[i_thread]++;
     j->output[i_task] += j->input[i_task] * j->input[i_task];
 }
 
-static void run_square(dpl_pool *pool, job *j, size_t n_tasks, unsigned salt)
-{
+static void run_square(dpl_pool *pool, job *j, size_t n_tasks, unsigned salt) {
     for (size_t i = 0; i < TASKS_MAX; i++) {
         j->input[i] = (unsigned)i + salt;
         j->output[i] = 1;
@@ -404,8 +381,7 @@ static void run_square(dpl_pool *pool, job *j, size_t n_tasks, unsigned salt)
     memset(j->n_tasks_by_thread, 0, sizeof j->n_tasks_by_thread);
     dpl_pool_run(pool, n_tasks, square, j);
     size_t n_done = 0;
-    for (size_t i = 0; i < DPL_COUNT(j->n_tasks_by_thread); i++)
-        n_done += j->n_tasks_by_thread[i];
+    for (size_t i = 0; i < DPL_COUNT(j->n_tasks_by_thread); i++) n_done += j->n_tasks_by_thread[i];
     if (n_done != n_tasks) fail_msg("%zu tasks run of %zu", n_done, n_tasks);
     for (size_t i = 0; i < TASKS_MAX; i++) {
         const unsigned x = (unsigned)i + salt;
@@ -414,8 +390,7 @@ static void run_square(dpl_pool *pool, job *j, size_t n_tasks, unsigned salt)
     }
 }
 
-static void test_pool(void **state)
-{
+static void test_pool(void **state) {
     (void)state;
     const int thread_counts[] = {1, 2, 3, 8};
     const size_t task_counts[] = {0, 1, 2, 3, 7, 64, TASKS_MAX};
@@ -435,8 +410,7 @@ static void test_pool(void **state)
     }
 }
 
-static void test_pool_open_close(void **state)
-{
+static void test_pool_open_close(void **state) {
     (void)state;
     for (int i = 0; i < 50; i++) {
         dpl_pool *pool = NULL;
@@ -458,16 +432,14 @@ typedef struct meeting {
     int i_thread_by_task[2];
 } meeting;
 
-static void meet(void *arg, size_t i_task, int i_thread)
-{
+static void meet(void *arg, size_t i_task, int i_thread) {
     meeting *m = arg;
     m->i_thread_by_task[i_task] = i_thread;
     pthread_barrier_wait(&m->barrier);
 }
 
 // Two tasks that wait for each other: only two threads at once can end this run.
-static void test_pool_is_parallel(void **state)
-{
+static void test_pool_is_parallel(void **state) {
     (void)state;
     dpl_pool *pool = NULL;
     assert_int_equal(dpl_pool_open(2, &pool), DPL_OK);
@@ -482,41 +454,35 @@ static void test_pool_is_parallel(void **state)
     dpl_pool_close(&pool);
 }
 
-static void sleep_in_later_task(void *arg, size_t i_task, int i_thread)
-{
+static void sleep_in_later_task(void *arg, size_t i_task, int i_thread) {
     (void)i_thread;
     if (i_task > 0) usleep(3000);
     ((unsigned *)arg)[i_task]++;
 }
 
 // The caller outlasts its spin and is woken by the last worker.
-static void test_pool_slow_tasks(void **state)
-{
+static void test_pool_slow_tasks(void **state) {
     (void)state;
     dpl_pool *pool = NULL;
     assert_int_equal(dpl_pool_open(3, &pool), DPL_OK);
     for (int i = 0; i < 10; i++) {
         unsigned n_runs[3] = {0};
         dpl_pool_run(pool, 3, sleep_in_later_task, n_runs);
-        for (int k = 0; k < 3; k++)
-            assert_int_equal(n_runs[k], 1);
+        for (int k = 0; k < 3; k++) assert_int_equal(n_runs[k], 1);
     }
     dpl_pool_close(&pool);
 }
 
-static void *call_often(void *arg)
-{
+static void *call_often(void *arg) {
     job *j = calloc(1, sizeof *j);
     if (!j) abort();
     j->n_threads = dpl_pool_threads(arg);
-    for (unsigned i = 0; i < 200; i++)
-        run_square(arg, j, 1 + i % 20, i);
+    for (unsigned i = 0; i < 200; i++) run_square(arg, j, 1 + i % 20, i);
     free(j);
     return NULL;
 }
 
-static void nested(void *arg, size_t i_task, int i_thread)
-{
+static void nested(void *arg, size_t i_task, int i_thread) {
     (void)i_task;
     (void)i_thread;
     job *j = calloc(1, sizeof *j);
@@ -526,8 +492,7 @@ static void nested(void *arg, size_t i_task, int i_thread)
     free(j);
 }
 
-static void test_pool_callers(void **state)
-{
+static void test_pool_callers(void **state) {
     (void)state;
     dpl_pool *pool = NULL;
     assert_int_equal(dpl_pool_open(2, &pool), DPL_OK);
@@ -536,21 +501,18 @@ static void test_pool_callers(void **state)
         if (!pthread_create(&callers[i], NULL, call_often, pool)) pthread_join(callers[i], NULL);
     for (int i = 0; i < 3; i++) // at once
         assert_int_equal(pthread_create(&callers[i], NULL, call_often, pool), 0);
-    for (int i = 0; i < 3; i++)
-        pthread_join(callers[i], NULL);
+    for (int i = 0; i < 3; i++) pthread_join(callers[i], NULL);
     dpl_pool_run(pool, 8, nested, pool); // not allowed, but it must not hang
     dpl_pool_close(&pool);
 }
 
-static double process_cpu_s(void)
-{
+static double process_cpu_s(void) {
     struct timespec t;
     clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &t);
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-static void test_pool_idle_sleeps(void **state)
-{
+static void test_pool_idle_sleeps(void **state) {
     (void)state;
     dpl_pool *pool = NULL;
     assert_int_equal(dpl_pool_open(8, &pool), DPL_OK);
@@ -566,16 +528,14 @@ static void test_pool_idle_sleeps(void **state)
 
 /* ---- processors ----------------------------------------------------------------------------- */
 
-static void test_cpus(void **state)
-{
+static void test_cpus(void **state) {
     (void)state;
     cpu_set_t before, one;
     assert_int_equal(sched_getaffinity(0, sizeof before, &before), 0);
     const int n = dpl_cpus_allowed();
     assert_in_range(n, 1, CPU_COUNT(&before));
     size_t cpu = 0;
-    while (!CPU_ISSET(cpu, &before))
-        cpu++;
+    while (!CPU_ISSET(cpu, &before)) cpu++;
     CPU_ZERO(&one);
     CPU_SET(cpu, &one);
     assert_int_equal(sched_setaffinity(0, sizeof one, &one), 0);
@@ -584,8 +544,7 @@ static void test_cpus(void **state)
     assert_int_equal(n_pinned, 1);
 }
 
-static void write_file(const char *folder, const char *name, const char *text)
-{
+static void write_file(const char *folder, const char *name, const char *text) {
     char path[512];
     snprintf(path, sizeof path, "%s/%s", folder, name);
     FILE *f = fopen(path, "w");
@@ -594,8 +553,7 @@ static void write_file(const char *folder, const char *name, const char *text)
     fclose(f);
 }
 
-static void test_cpus_quota(void **state)
-{
+static void test_cpus_quota(void **state) {
     (void)state;
     char root[] = "/tmp/dpl_test_base_XXXXXX";
     assert_non_null(mkdtemp(root));
@@ -648,8 +606,7 @@ static void test_cpus_quota(void **state)
     }
 }
 
-static void test_cpu_level(void **state)
-{
+static void test_cpu_level(void **state) {
     (void)state;
     char *before = getenv("DPL_CPU") ? strdup(getenv("DPL_CPU")) : NULL;
     dpl_cpu_level best = DPL_CPU_N, level = DPL_CPU_N;
@@ -671,10 +628,8 @@ static void test_cpu_level(void **state)
     assert_non_null(strstr(dpl_error_message(), "ref"));
     assert_string_equal(dpl_cpu_level_name(DPL_CPU_AVX512), "avx512");
     assert_string_equal(dpl_cpu_level_name(DPL_CPU_N), "unknown");
-    if (before)
-        setenv("DPL_CPU", before, 1);
-    else
-        unsetenv("DPL_CPU");
+    if (before) setenv("DPL_CPU", before, 1);
+    else unsetenv("DPL_CPU");
     free(before);
 }
 
@@ -690,13 +645,11 @@ static const struct {
      0x24126ea15001e420u},
 };
 
-static double uniform_of(uint64_t bits)
-{
+static double uniform_of(uint64_t bits) {
     return ldexp((double)(bits >> 12) + 0.5, -52);
 }
 
-static void test_rng_known(void **state)
-{
+static void test_rng_known(void **state) {
     (void)state;
     for (size_t i = 0; i < DPL_COUNT(known); i++) {
         const uint64_t seed = known[i].seed, stream = known[i].stream, at = known[i].counter;
@@ -710,8 +663,7 @@ static void test_rng_known(void **state)
     assert_true(uniform_of(0) > 0 && uniform_of(UINT64_MAX) < 1);
 }
 
-static void test_rng_distribution(void **state)
-{
+static void test_rng_distribution(void **state) {
     (void)state;
     const uint64_t seed = (uint64_t)time(NULL);
     print_message("seed %llu\n", (unsigned long long)seed);
@@ -739,17 +691,14 @@ static void test_rng_distribution(void **state)
     assert_true(fabs(cross / N) < 6 / sqrt(N));
 }
 
-static int n_bits_set(uint64_t x)
-{
+static int n_bits_set(uint64_t x) {
     return __builtin_popcountll(x);
 }
 
-static void test_hash(void **state)
-{
+static void test_hash(void **state) {
     (void)state;
     unsigned char data[200];
-    for (size_t i = 0; i < sizeof data; i++)
-        data[i] = (unsigned char)dpl_rng_u64(1, 2, i);
+    for (size_t i = 0; i < sizeof data; i++) data[i] = (unsigned char)dpl_rng_u64(1, 2, i);
     double n_changed = 0, n_flips = 0;
     for (size_t n = 0; n <= 130; n++) {
         const uint64_t hash = dpl_hash64(data, n, 7);
@@ -776,8 +725,7 @@ static void test_hash(void **state)
     const unsigned char zeros[200] = {0};
     for (size_t n = 0; n < 200; n++) {
         seen[n] = dpl_hash64(zeros, n, 0);
-        for (size_t k = 0; k < n; k++)
-            assert_true(seen[k] != seen[n]);
+        for (size_t k = 0; k < n; k++) assert_true(seen[k] != seen[n]);
     }
     unsigned char swapped[128];
     memcpy(swapped, data + 32, 32);
@@ -789,8 +737,7 @@ static void test_hash(void **state)
 }
 
 // Files hold these values: a change of the function is a change of the format.
-static void test_hash_is_stable(void **state)
-{
+static void test_hash_is_stable(void **state) {
     (void)state;
     const char text[] = "The quick brown fox jumps over the lazy dog, then over the next one.";
     static const struct {
@@ -809,8 +756,7 @@ static void test_hash_is_stable(void **state)
 
 /* ---- bf16 ----------------------------------------------------------------------------------- */
 
-static float float_of(uint32_t bits)
-{
+static float float_of(uint32_t bits) {
     float f;
     memcpy(&f, &bits, 4);
     return f;
@@ -818,8 +764,7 @@ static float float_of(uint32_t bits)
 
 // The nearest bf16 by distance in fp64, independent of the bit trick: of the two neighbours `low`
 // and `low + 1` (in magnitude) the closer one, the even one on a tie.
-static uint16_t nearest(float f, uint16_t low)
-{
+static uint16_t nearest(float f, uint16_t low) {
     const uint16_t high = (uint16_t)(low + 1);
     const double x = fabs((double)f), a = fabs((double)dpl_bf16_to_f32(low));
     double b = fabs((double)dpl_bf16_to_f32(high));
@@ -828,8 +773,7 @@ static uint16_t nearest(float f, uint16_t low)
     return low & 1 ? high : low;
 }
 
-static void test_bf16(void **state)
-{
+static void test_bf16(void **state) {
     (void)state;
     const uint32_t tails[] = {0, 1, 0x7fff, 0x8000, 0x8001, 0xffff, 0x1234, 0xabcd};
     for (uint32_t h = 0; h <= 0xffff; h++) {
@@ -854,8 +798,7 @@ static void test_bf16(void **state)
     assert_int_equal(dpl_dtype_bytes(DPL_BF16), 2);
 }
 
-int main(void)
-{
+int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_status),
         cmocka_unit_test(test_status_long),

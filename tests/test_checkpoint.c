@@ -20,24 +20,20 @@
 
 static dpl_ctx *ctx;
 
-static int setup(void **state)
-{
+static int setup(void **state) {
     ctx = NULL;
     return scratch_open(state) == 0 && dpl_ctx_open(2, &ctx) == DPL_OK ? 0 : -1;
 }
-static int teardown(void **state)
-{
+static int teardown(void **state) {
     dpl_ctx_close(&ctx);
     return scratch_close(state);
 }
 
 // A run on text with everything that has state: shuffled data, micro-batches, MTP, biases.
-static dpl_config *text_run(const char *run_name, const char *more)
-{
+static dpl_config *text_run(const char *run_name, const char *more) {
     const char *path = scratch_path("text.txt");
     uint8_t text[1500];
-    for (size_t i = 0; i < sizeof text; i++)
-        text[i] = (uint8_t)(dpl_rng_u64(8, 8, i / 3) % 64);
+    for (size_t i = 0; i < sizeof text; i++) text[i] = (uint8_t)(dpl_rng_u64(8, 8, i / 3) % 64);
     scratch_write(path, text, sizeof text);
     dpl_config *config = run_config(
         "dataset_type=text", "mtp_num_layers=1", "gradient_accumulation_steps=2",
@@ -50,21 +46,18 @@ static dpl_config *text_run(const char *run_name, const char *more)
 }
 
 // Trains to the end and gives the trainer back.
-static dpl_trainer *train(const dpl_config *config)
-{
+static dpl_trainer *train(const dpl_config *config) {
     dpl_trainer *t = run_open(ctx, config);
     check_ok(dpl_trainer_run(t, NULL));
     return t;
 }
 
-static const char *in_run(const dpl_trainer *t, const char *name)
-{
+static const char *in_run(const dpl_trainer *t, const char *name) {
     return scratch_path("runs/%s/%s", t->o->run_name, name);
 }
 
 // The rows of metrics.jsonl without the fields that tell times; each must be JSON.
-static json_t *rows_of(const char *path)
-{
+static json_t *rows_of(const char *path) {
     static const char *const times[] = {
         "seconds",     "tflops_per_device", "tokens_per_s_per_device", "mfu", "gmm_ms",
         "dispatch_ms", "combine_ms"};
@@ -75,8 +68,7 @@ static json_t *rows_of(const char *path)
     while (fgets(line, sizeof line, file)) {
         json_t *row = json_loads(line, 0, NULL);
         assert_non_null(row);
-        for (size_t i = 0; i < DPL_COUNT(times); i++)
-            json_object_del(row, times[i]);
+        for (size_t i = 0; i < DPL_COUNT(times); i++) json_object_del(row, times[i]);
         json_array_append_new(rows, row);
     }
     fclose(file);
@@ -86,8 +78,7 @@ static json_t *rows_of(const char *path)
 /* ---- resuming ---- */
 
 // 85, 92: 12 steps, and 5 + 7 in a new trainer: the same bits of weights, moments, biases and metrics.
-static void resumed_bits(const char *more)
-{
+static void resumed_bits(const char *more) {
     dpl_config *straight_config = text_run("straight", more), *config = text_run("resumed", more);
     run_set(straight_config, "eval_interval=3");
     run_set(config, "eval_interval=3");
@@ -119,8 +110,7 @@ static void resumed_bits(const char *more)
     check_ok(dpl_remove_tree(scratch_path("runs")));
 }
 
-static void resumed_run_repeats_the_straight_one(void **state)
-{
+static void resumed_run_repeats_the_straight_one(void **state) {
     (void)state;
     resumed_bits("dtype=float32");
     resumed_bits("dtype=bfloat16");
@@ -128,20 +118,17 @@ static void resumed_run_repeats_the_straight_one(void **state)
     resumed_bits("opt_type=sgd");
 }
 
-static void stop_at_line(void *arg, const char *line)
-{
+static void stop_at_line(void *arg, const char *line) {
     if (strncmp(line, "completed step: 3,", 18) == 0) dpl_trainer_stop(arg);
 }
 
-static void stop_at_two(void *arg, const dpl_step_metrics *m, int64_t n_steps)
-{
+static void stop_at_two(void *arg, const dpl_step_metrics *m, int64_t n_steps) {
     assert_int_equal(n_steps, 12);
     if (m->step == 2) dpl_trainer_stop(arg);
 }
 
 // A stop finishes the step and writes a checkpoint; going on repeats the straight run.
-static void stop_request(void **state)
-{
+static void stop_request(void **state) {
     (void)state;
     dpl_config *config = text_run("stopped", "steps=12"),
                *straight_config = text_run("straight", "steps=12");
@@ -167,8 +154,7 @@ static void stop_request(void **state)
 }
 
 // A run that died after its checkpoint: rows past it, and half a line, are cut away.
-static void metrics_are_cut_back(void **state)
-{
+static void metrics_are_cut_back(void **state) {
     (void)state;
     dpl_config *config = text_run("cut", "checkpoint_period=3");
     run_set(config, "save_checkpoint_on_completion=false");
@@ -200,8 +186,7 @@ static void metrics_are_cut_back(void **state)
 }
 
 // What must agree between a checkpoint and the configuration that goes on with it.
-static void mismatches(void **state)
-{
+static void mismatches(void **state) {
     (void)state;
     dpl_config *config = text_run("mismatch", "steps=3");
     dpl_trainer *t = train(config);
@@ -228,8 +213,7 @@ static void mismatches(void **state)
 }
 
 // load_parameters_path: weights only; load_full_state_path: everything; the run's own checkpoint wins over both (90).
-static void starting_points(void **state)
-{
+static void starting_points(void **state) {
     (void)state;
     dpl_config *config = text_run("source", "steps=3");
     dpl_trainer *source = train(config), *t;
@@ -262,8 +246,7 @@ static void starting_points(void **state)
 /* ---- what is on the disk ---- */
 
 // 27, 30: the file holds the live biases, in fp32, under one name.
-static void biases_are_saved(void **state)
-{
+static void biases_are_saved(void **state) {
     (void)state;
     dpl_config *config = text_run("bias", "steps=3");
     dpl_trainer *t = train(config);
@@ -288,8 +271,7 @@ static void biases_are_saved(void **state)
     dpl_config_close(&config);
 }
 
-static void only_the_newest_are_kept(void **state)
-{
+static void only_the_newest_are_kept(void **state) {
     (void)state;
     dpl_config *config = text_run("kept", "checkpoint_period=2");
     run_set(config, "max_num_checkpoints_to_keep=2");
@@ -305,8 +287,7 @@ static void only_the_newest_are_kept(void **state)
     dpl_config_close(&config);
 }
 
-static void flip_byte(const char *path, long at)
-{
+static void flip_byte(const char *path, long at) {
     FILE *file = fopen(path, "r+");
     assert_non_null(file);
     fseek(file, at, SEEK_SET);
@@ -317,8 +298,7 @@ static void flip_byte(const char *path, long at)
 }
 
 // One wrong bit anywhere, a short file, a missing file: an error with the place and the good one before it (93).
-static void damage_is_found(void **state)
-{
+static void damage_is_found(void **state) {
     (void)state;
     dpl_config *config = text_run("damaged", "checkpoint_period=2");
     run_set(config, "steps=5"); // checkpoints 2 and 4
@@ -359,8 +339,7 @@ static void damage_is_found(void **state)
 
 // 93, 94: whichever write, sync or rename fails, the checkpoint before is whole and the newest, and nothing of the new
 // one is left; also when it was to replace one of the same step.
-static void any_write_may_fail(void **state)
-{
+static void any_write_may_fail(void **state) {
     (void)state;
     dpl_config *config = text_run("full", "mtp_num_layers=0");
     run_set(config, "num_experts=2"); // fewer tensors, fewer writes
@@ -399,8 +378,7 @@ static void any_write_may_fail(void **state)
 }
 
 // Whichever allocation fails while a run is opened or resumed: an error, and nothing leaks (the sanitizers look).
-static void any_allocation_may_fail(void **state)
-{
+static void any_allocation_may_fail(void **state) {
     (void)state;
     dpl_config *config = text_run("memory", "mtp_num_layers=0");
     run_set(config, "num_experts=2");
@@ -429,16 +407,14 @@ static void any_allocation_may_fail(void **state)
 
 /* ---- the files of a run ---- */
 
-static void count_line(void *arg, const char *line)
-{
+static void count_line(void *arg, const char *line) {
     int *n = arg;
     if (strncmp(line, "completed step: ", 16) == 0) n[0]++;
     if (strncmp(line, "Completed eval after train step ", 32) == 0) n[1]++;
     assert_null(strchr(line, '\n'));
 }
 
-static void run_directory(void **state)
-{
+static void run_directory(void **state) {
     (void)state;
     dpl_config *config = text_run("files", "eval_interval=2");
     run_set(config, "eval_start_step=1");
@@ -460,8 +436,7 @@ static void run_directory(void **state)
                                        "raw_grad_norm",
                                        "load_max_over_mean",
                                        "phase_attention_ms"};
-    for (size_t i = 0; i < DPL_COUNT(keys); i++)
-        assert_non_null(json_object_get(first, keys[i]));
+    for (size_t i = 0; i < DPL_COUNT(keys); i++) assert_non_null(json_object_get(first, keys[i]));
     assert_int_equal(json_integer_value(json_object_get(eval, "step")), 1);
     assert_int_equal(json_integer_value(json_object_get(eval, "eval_tokens")), 149);
     assert_true(json_real_value(json_object_get(eval, "eval_loss")) > 1);
@@ -476,8 +451,7 @@ static void run_directory(void **state)
 }
 
 // 52, 145: a loss that is not finite ends the run with an error; metrics.jsonl stays JSON, the checkpoint stays good.
-static void not_finite_ends_the_run(void **state)
-{
+static void not_finite_ends_the_run(void **state) {
     (void)state;
     dpl_config *config = text_run("nan", "steps=12");
     run_set(config, "steps=2");
@@ -505,8 +479,7 @@ static void not_finite_ends_the_run(void **state)
     dpl_config_close(&config);
 }
 
-static void ends_by_epochs_and_by_loss(void **state)
-{
+static void ends_by_epochs_and_by_loss(void **state) {
     (void)state;
     dpl_config *config = text_run("epochs", "num_epoch=1");
     run_set(config, "steps=1000"); // 1350 tokens are 85 windows, 21 steps of 4
@@ -530,8 +503,7 @@ static void ends_by_epochs_and_by_loss(void **state)
     dpl_config_close(&config);
 }
 
-int main(void)
-{
+int main(void) {
 #define TEST(f) cmocka_unit_test_setup_teardown(f, setup, teardown)
     const struct CMUnitTest tests[] = {
         TEST(resumed_run_repeats_the_straight_one),

@@ -31,8 +31,7 @@ static const char base_text[] =
     " 'factor': 40, 'original_max_position_embeddings': 4096, 'mscale': 0.7,"
     " 'mscale_all_dim': 1.0}, 'max_position_embeddings': 163840}";
 
-static json_t *parse(const char *text)
-{
+static json_t *parse(const char *text) {
     json_t *object = json_loads(text, 0, NULL);
     if (object) return object;
     char *copy = strdup(text); // ' stands for "
@@ -45,30 +44,26 @@ static json_t *parse(const char *text)
     return object;
 }
 
-static json_t *base_with(const char *changes)
-{
+static json_t *base_with(const char *changes) {
     json_t *object = parse(base_text), *other = parse(changes);
     json_object_update(object, other);
     json_decref(other);
     return object;
 }
 
-static dpl_status read(const char *changes, dpl_model_config *config)
-{
+static dpl_status read(const char *changes, dpl_model_config *config) {
     json_t *object = base_with(changes);
     const dpl_status status = dpl_model_config_from_json(object, config);
     json_decref(object);
     return status;
 }
 
-static void same(const char *field, double a, double b)
-{
+static void same(const char *field, double a, double b) {
     if (a != b) fail_msg("%s is %.17g and %.17g", field, a, b);
 }
 
 // Field by field: padding of the structures must not count.
-static void assert_same(const dpl_model_config *a, const dpl_model_config *b)
-{
+static void assert_same(const dpl_model_config *a, const dpl_model_config *b) {
 #define SAME(field) same(#field, (double)a->field, (double)b->field)
     SAME(vocab), SAME(d), SAME(n_layers), SAME(n_dense), SAME(n_heads), SAME(q_lora);
     SAME(kv_lora), SAME(d_nope), SAME(d_rope), SAME(d_v), SAME(mlp_f), SAME(moe_f);
@@ -84,8 +79,7 @@ static void assert_same(const dpl_model_config *a, const dpl_model_config *b)
 
 /* ---- reading and writing ---- */
 
-static void both_forms_give_the_same_model(void **state)
-{
+static void both_forms_give_the_same_model(void **state) {
     (void)state;
     if (!fixture_root()) skip();
     for (size_t i = 0; i < DPL_COUNT(folders); i++) {
@@ -110,8 +104,7 @@ static void both_forms_give_the_same_model(void **state)
     }
 }
 
-static void round_trip(const dpl_model_config *config)
-{
+static void round_trip(const dpl_model_config *config) {
     dpl_model_config again;
     json_t *object = dpl_model_config_to_json(config, DPL_BF16);
     assert_non_null(object);
@@ -126,8 +119,7 @@ static void round_trip(const dpl_model_config *config)
     json_decref(object);
 }
 
-static void what_is_written_reads_back(void **state)
-{
+static void what_is_written_reads_back(void **state) {
     (void)state;
     static const char *const changes[] = {
         "{}",
@@ -146,8 +138,7 @@ static void what_is_written_reads_back(void **state)
 }
 
 // An absent key means what it means to transformers; null where a value is optional means none.
-static void absent_keys_have_the_defaults_of_transformers(void **state)
-{
+static void absent_keys_have_the_defaults_of_transformers(void **state) {
     (void)state;
     json_t *object = parse("{'model_type': 'deepseek_v3', 'vocab_size': 9, 'hidden_size': 24,"
                            " 'num_hidden_layers': 5, 'num_attention_heads': 2, 'kv_lora_rank': 16,"
@@ -185,8 +176,7 @@ typedef struct bad_case {
     const char *part, *part2;
 } bad_case;
 
-static void refuse_all(const bad_case *cases, size_t n)
-{
+static void refuse_all(const bad_case *cases, size_t n) {
     for (size_t i = 0; i < n; i++) {
         dpl_model_config config = {.vocab = 123};
         const dpl_status status = read(cases[i].changes, &config);
@@ -197,8 +187,7 @@ static void refuse_all(const bad_case *cases, size_t n)
     }
 }
 
-static void fields_that_would_change_the_result_are_named(void **state)
-{
+static void fields_that_would_change_the_result_are_named(void **state) {
     (void)state;
     static const bad_case cases[] = {
         {"{'model_type': 'llama'}", DPL_ENOSUP, "model_type", "deepseek_v3"},
@@ -220,8 +209,7 @@ static void fields_that_would_change_the_result_are_named(void **state)
     refuse_all(cases, DPL_COUNT(cases));
 }
 
-static void hostile_values_are_refused(void **state)
-{
+static void hostile_values_are_refused(void **state) {
     (void)state;
     static const bad_case cases[] = {
         {"{'vocab_size': null}", DPL_EFORMAT, "vocab_size", "missing"},
@@ -269,8 +257,7 @@ static void hostile_values_are_refused(void **state)
     refuse_all(cases, DPL_COUNT(cases));
 }
 
-static void routing_must_be_possible(void **state)
-{
+static void routing_must_be_possible(void **state) {
     (void)state;
     static const bad_case cases[] = {
         {"{'num_experts_per_tok': 9}", DPL_EINVAL, "num_experts_per_tok", "1 to 8"},
@@ -296,8 +283,7 @@ static void routing_must_be_possible(void **state)
     check_error(dpl_model_config_check(&config), DPL_EINVAL, "first_num_dense_layers is 4", "= 3");
 }
 
-static void a_damaged_file_is_an_error_with_its_path(void **state)
-{
+static void a_damaged_file_is_an_error_with_its_path(void **state) {
     (void)state;
     dpl_model_config config;
     check_error(dpl_model_read_config(scratch_path("none"), &config, NULL), DPL_EIO, "config.json",
@@ -312,8 +298,7 @@ static void a_damaged_file_is_an_error_with_its_path(void **state)
 
 /* ---- rotary embedding ---- */
 
-static void softmax_scale_is_that_of_yarn(void **state)
-{
+static void softmax_scale_is_that_of_yarn(void **state) {
     (void)state;
     dpl_model_config c;
     check_ok(read("{'num_attention_heads': 8, 'num_key_value_heads': 8, 'hidden_size': 64,"
@@ -327,8 +312,7 @@ static void softmax_scale_is_that_of_yarn(void **state)
     assert_true(fabs(dpl_model_softmax_scale(&c) * sqrt(192.0) - 1.5896262) < 1e-6);
 }
 
-static void frequencies_are_those_of_transformers(void **state)
-{
+static void frequencies_are_those_of_transformers(void **state) {
     (void)state;
     if (!fixture_root()) skip();
     for (size_t i = 0; i + 1 < DPL_COUNT(folders); i++) {
@@ -342,8 +326,7 @@ static void frequencies_are_those_of_transformers(void **state)
         assert_int_equal(n, config.d_rope / 2);
         const double factor = dpl_rope_frequencies(&config, got);
         assert_true(factor == 1); // yarn's mscales are equal there
-        for (size_t j = 0; j < n; j++)
-            assert_true(fabs(got[j] - want[j]) <= 0x1p-23 * want[j]);
+        for (size_t j = 0; j < n; j++) assert_true(fabs(got[j] - want[j]) <= 0x1p-23 * want[j]);
         free(want);
         fixture_close(&f);
     }
@@ -360,15 +343,13 @@ static void frequencies_are_those_of_transformers(void **state)
 
 /* ---- counts ---- */
 
-static double count(const json_t *object, const char *key)
-{
+static double count(const json_t *object, const char *key) {
     const json_t *value = json_object_get(object, key);
     if (!json_is_number(value)) fail_msg("counts.json has no number %s", key);
     return json_number_value(value);
 }
 
-static void counts_are_those_of_the_public_model(void **state)
-{
+static void counts_are_those_of_the_public_model(void **state) {
     (void)state;
     if (!fixture_root()) skip();
     json_t *root = json_load_file(fixture_path("counts.json"), 0, NULL);
@@ -384,8 +365,7 @@ static void counts_are_those_of_the_public_model(void **state)
     plain.n_mtp = 0; // the reference counts the model without its MTP layer
     size_t i;
     json_t *row;
-    json_array_foreach(json_object_get(model, "flops"), i, row)
-    {
+    json_array_foreach(json_object_get(model, "flops"), i, row) {
         const size_t B = (size_t)count(row, "B"), S = (size_t)count(row, "S");
         assert_true(dpl_model_flops(&plain, B, S) == count(row, "total"));
         assert_true(dpl_model_attention_flops(&plain, B, S) == 3 * 61 * count(row, "attn"));
@@ -401,8 +381,7 @@ static void counts_are_those_of_the_public_model(void **state)
 }
 
 // Only what a token uses is counted; an embedding that is looked up costs nothing; the shared expert has its own width.
-static void flops_follow_what_is_computed(void **state)
-{
+static void flops_follow_what_is_computed(void **state) {
     (void)state;
     dpl_model_config c, other;
     check_ok(read("{'rope_scaling': null, 'num_nextn_predict_layers': 0, 'n_group': 1,"
@@ -430,8 +409,7 @@ static void flops_follow_what_is_computed(void **state)
                 3 * 6 * T * (with - without));
 }
 
-int main(void)
-{
+int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(both_forms_give_the_same_model),
         cmocka_unit_test(what_is_written_reads_back),

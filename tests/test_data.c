@@ -17,32 +17,27 @@
 #include "scratch.h"
 #include "trainkit.h"
 
-static dpl_data *open_data(const dpl_config *config, size_t n_batch)
-{
+static dpl_data *open_data(const dpl_config *config, size_t n_batch) {
     dpl_data *data = NULL;
     check_ok(dpl_data_open(&config->o, n_batch, 256, &data));
     return data;
 }
 
 // Text in which each position is known by its bytes: 4-byte counters.
-static void write_counters(const char *path, size_t bytes)
-{
+static void write_counters(const char *path, size_t bytes) {
     uint8_t *text = malloc(bytes);
-    for (size_t i = 0; i < bytes; i++)
-        text[i] = (uint8_t)(dpl_rng_u64(9, 9, i) & 0xff);
+    for (size_t i = 0; i < bytes; i++) text[i] = (uint8_t)(dpl_rng_u64(9, 9, i) & 0xff);
     scratch_write(path, text, bytes);
     free(text);
 }
 
-static int32_t byte_at(size_t i)
-{
+static int32_t byte_at(size_t i) {
     return (int32_t)(dpl_rng_u64(9, 9, i) & 0xff);
 }
 
 /* ---- order ---- */
 
-static void shuffle_is_a_permutation(void **state)
-{
+static void shuffle_is_a_permutation(void **state) {
     (void)state;
     static const uint64_t sizes[] = {1, 2, 3, 4, 5, 16, 17, 63, 64, 65, 1000, 4097};
     for (size_t s = 0; s < DPL_COUNT(sizes); s++)
@@ -71,8 +66,7 @@ static void shuffle_is_a_permutation(void **state)
 
 // 91, 92: 10 samples, batches of 2: each epoch has each sample once, later epochs another order, and the position alone
 // says how to go on.
-static void epochs_and_positions(void **state)
-{
+static void epochs_and_positions(void **state) {
     (void)state;
     const char *path = scratch_path("epochs.txt");
     write_counters(path, 161); // ten windows of 16 tokens and the one that follows
@@ -100,8 +94,7 @@ static void epochs_and_positions(void **state)
     }
     for (int epoch = 0; epoch < 4; epoch++) {
         int seen = 0;
-        for (int i = 0; i < 10; i++)
-            seen |= 1 << order[epoch * 10 + i];
+        for (int i = 0; i < 10; i++) seen |= 1 << order[epoch * 10 + i];
         assert_int_equal(seen, 1023);
         if (epoch) assert_memory_not_equal(order + epoch * 10, order, 10 * sizeof(int));
     }
@@ -127,8 +120,7 @@ static void epochs_and_positions(void **state)
 /* ---- windows ---- */
 
 // Training has the first part, evaluation the last; in each, every token but the first is predicted exactly once (131).
-static void each_token_once(void **state)
-{
+static void each_token_once(void **state) {
     (void)state;
     static const size_t sizes[] = {40, 161, 1000, 1009};
     for (size_t s = 0; s < DPL_COUNT(sizes); s++) {
@@ -145,10 +137,8 @@ static void each_token_once(void **state)
             run_set(config, "enable_data_shuffling=false");
             const uint64_t n = dpl_data_samples(data, eval);
             for (uint64_t first = 0; first < n; first += 3) {
-                if (eval)
-                    dpl_data_eval(data, first, &b);
-                else
-                    dpl_data_train(data, first, &b);
+                if (eval) dpl_data_eval(data, first, &b);
+                else dpl_data_train(data, first, &b);
                 for (size_t i = 0; i < 3 * 16; i++) {
                     if (first + i / 16 >=
                         n) { // past the last: padding, or in training the next epoch
@@ -174,8 +164,7 @@ static void each_token_once(void **state)
 }
 
 // Documents of 3, 1, 5 and 20 tokens.
-static const char *write_documents(void)
-{
+static const char *write_documents(void) {
     const char *dir = scratch_path("documents");
     mkdir(dir, 0777);
     scratch_text(scratch_path("documents/a.txt"), "abc");
@@ -187,8 +176,7 @@ static const char *write_documents(void)
 
 static void check_rows(const dpl_data *data, size_t n_rows, const char *const *ids,
                        const char *const *targets, const char *const *segments,
-                       const char *const *positions)
-{
+                       const char *const *positions) {
     dpl_tokens b;
     check_ok(dpl_tokens_alloc(1, 8, &b));
     assert_int_equal(dpl_data_samples(data, false), n_rows);
@@ -205,8 +193,7 @@ static void check_rows(const dpl_data *data, size_t n_rows, const char *const *i
 }
 
 // Borders hold in targets, segments and positions; or do not, when asked; or each document has rows of its own.
-static void documents(void **state)
-{
+static void documents(void **state) {
     (void)state;
     dpl_config *config = run_config("dataset_type=text", "eval_split_fraction=0",
                                     "max_target_length=8", "enable_data_shuffling=false", NULL);
@@ -237,8 +224,7 @@ static void documents(void **state)
 }
 
 // The training of a model sees nothing of another document: the loss of a row is that of its documents alone.
-static void attention_stays_in_its_document(void **state)
-{
+static void attention_stays_in_its_document(void **state) {
     (void)state;
     dpl_ctx *ctx = run_ctx(2);
     int32_t ids[32], targets[32], segments[32];
@@ -273,8 +259,7 @@ static void attention_stays_in_its_document(void **state)
 
 /* ---- sources ---- */
 
-static void eval_data_of_its_own(void **state)
-{
+static void eval_data_of_its_own(void **state) {
     (void)state;
     const char *train = scratch_path("train.txt"), *eval = scratch_path("other.txt");
     write_counters(train, 100);
@@ -295,8 +280,7 @@ static void eval_data_of_its_own(void **state)
 }
 
 // 137 and others: data that cannot be trained on is an error that says why.
-static void wrong_data(void **state)
-{
+static void wrong_data(void **state) {
     (void)state;
     dpl_data *data = NULL;
     dpl_config *config = run_config("dataset_type=text", NULL);
@@ -329,8 +313,7 @@ static void wrong_data(void **state)
     dpl_config_close(&config);
 }
 
-static void synthetic_is_one_batch(void **state)
-{
+static void synthetic_is_one_batch(void **state) {
     (void)state;
     dpl_config *config = run_config(NULL);
     dpl_data *data = open_data(config, 4);
@@ -351,8 +334,7 @@ static void synthetic_is_one_batch(void **state)
     dpl_config_close(&config);
 }
 
-int main(void)
-{
+int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(shuffle_is_a_permutation),
         cmocka_unit_test(epochs_and_positions),

@@ -18,8 +18,7 @@
 
 enum { LENGTH = 300 }; // more than two of the decoder's blocks of 128
 
-static oracle_config base_config(void)
-{
+static oracle_config base_config(void) {
     return (oracle_config){
         .V = 61,
         .D = 24,
@@ -47,8 +46,7 @@ typedef struct text {
     float *logits; // (LENGTH, V) of a whole pass
 } text;
 
-static void open_text(const oracle_config *c, dpl_dtype dtype, int n_threads, text *t)
-{
+static void open_text(const oracle_config *c, dpl_dtype dtype, int n_threads, text *t) {
     scene_open(c, 11, 1, LENGTH, false, &t->s);
     const dpl_model_config config = scene_config(c);
     assert_true(kit_open(&config, dtype, &t->s.params, n_threads, false, NULL, &t->k));
@@ -58,8 +56,7 @@ static void open_text(const oracle_config *c, dpl_dtype dtype, int n_threads, te
     check_ok(dpl_model_evaluate(t->k.model, &batch, &rule, t->logits, NULL));
 }
 
-static void close_text(text *t)
-{
+static void close_text(text *t) {
     free(t->logits);
     kit_close(&t->k);
     scene_close(&t->s);
@@ -68,8 +65,7 @@ static void close_text(text *t)
 // Feeds the text in pieces of these sizes, the last size again and again; logits after each piece are
 // compared with the whole pass. Returns the largest difference as a fraction of the largest logit.
 // row_out: the last logits.
-static double feed_pieces(text *t, const size_t *sizes, size_t n_sizes, float *row_out)
-{
+static double feed_pieces(text *t, const size_t *sizes, size_t n_sizes, float *row_out) {
     const size_t V = (size_t)t->s.cfg.V;
     dpl_decoder *d;
     double worst = 0, largest = 0;
@@ -92,8 +88,7 @@ static double feed_pieces(text *t, const size_t *sizes, size_t n_sizes, float *r
 }
 
 // One token at a time visits every position. The bits do not depend on the pieces.
-static void check_all_pieces(const oracle_config *c, dpl_dtype dtype, double bound)
-{
+static void check_all_pieces(const oracle_config *c, dpl_dtype dtype, double bound) {
     static const size_t one[] = {1}, whole[] = {LENGTH}, mixed[] = {5, 128, 1, 130, 2},
                         edges[] = {127, 1, 1, 128, 43};
     static const struct {
@@ -115,8 +110,7 @@ static void check_all_pieces(const oracle_config *c, dpl_dtype dtype, double bou
 }
 
 // The order of summation differs where projections are absorbed, and nothing else.
-static void logits_are_those_of_a_whole_pass(void **state)
-{
+static void logits_are_those_of_a_whole_pass(void **state) {
     (void)state;
     for (int variant = 0; variant < 7; variant++) {
         oracle_config c = base_config();
@@ -136,16 +130,14 @@ static void logits_are_those_of_a_whole_pass(void **state)
 }
 
 // Every expert is chosen, so that a rounding cannot choose another one.
-static void logits_of_a_bf16_model_are_near(void **state)
-{
+static void logits_of_a_bf16_model_are_near(void **state) {
     (void)state;
     oracle_config c = base_config();
     c.router = (oracle_router){.E = 4, .K = 4, .n_group = 1, .norm_topk = true, .scale = 1};
     check_all_pieces(&c, DPL_BF16, 8 * 0x1p-8);
 }
 
-static void two_decoders_do_not_meet(void **state)
-{
+static void two_decoders_do_not_meet(void **state) {
     (void)state;
     const oracle_config c = base_config();
     const size_t V = (size_t)c.V, n = 40;
@@ -161,21 +153,18 @@ static void two_decoders_do_not_meet(void **state)
         dpl_decoder_close(&d[i]);
     }
     assert_memory_not_equal(alone, alone + n * V, V * sizeof(float));
-    for (size_t i = 0; i < 2; i++)
-        check_ok(dpl_decoder_open(t.k.model, n, &d[i]));
+    for (size_t i = 0; i < 2; i++) check_ok(dpl_decoder_open(t.k.model, n, &d[i]));
     for (size_t j = 0; j < n; j++)
         for (size_t i = 0; i < 2; i++) {
             check_ok(dpl_decoder_feed(d[i], ids[i] + j, 1, row));
             assert_memory_equal(row, alone + (i * n + j) * V, V * sizeof(float));
         }
-    for (size_t i = 0; i < 2; i++)
-        dpl_decoder_close(&d[i]);
+    for (size_t i = 0; i < 2; i++) dpl_decoder_close(&d[i]);
     free(alone), free(row);
     close_text(&t);
 }
 
-static void what_does_not_fit_is_refused(void **state)
-{
+static void what_does_not_fit_is_refused(void **state) {
     (void)state;
     const oracle_config c = base_config();
     text t;
@@ -193,7 +182,7 @@ static void what_does_not_fit_is_refused(void **state)
     const int32_t bad[2] = {1, c.V}, negative[1] = {-1};
     check_error(dpl_decoder_feed(d, bad, 2, row), DPL_EINVAL, "token 1 is 61", "0 to 60");
     check_error(dpl_decoder_feed(d, negative, 1, row), DPL_EINVAL, "token 0 is -1", "0 to 60");
-    assert_true(row[0] == 123); // nothing was written
+    assert_true(row[0] == 123);                      // nothing was written
     check_ok(dpl_decoder_feed(d, t.s.ids, 10, row)); // and nothing was fed
     check_error(dpl_decoder_feed(d, t.s.ids, 1, again), DPL_EINVAL, "1 tokens after 10",
                 "holds 10");
@@ -209,8 +198,7 @@ static void what_does_not_fit_is_refused(void **state)
 
 // How often each id is drawn.
 static void count_draws(const float *logits, size_t vocab, double temperature, double top_p,
-                        uint64_t seed, int n, int *counts)
-{
+                        uint64_t seed, int n, int *counts) {
     memset(counts, 0, vocab * sizeof *counts);
     for (int i = 0; i < n; i++) {
         const int32_t id = dpl_sample(logits, vocab, temperature, top_p, seed, (uint64_t)i);
@@ -219,8 +207,7 @@ static void count_draws(const float *logits, size_t vocab, double temperature, d
     }
 }
 
-static void no_temperature_takes_the_largest(void **state)
-{
+static void no_temperature_takes_the_largest(void **state) {
     (void)state;
     const float logits[] = {1, 3, -2, 3, 3}, low[] = {-7, -9, -INFINITY, -7};
     for (uint64_t draw = 0; draw < 20; draw++) {
@@ -231,8 +218,7 @@ static void no_temperature_takes_the_largest(void **state)
     }
 }
 
-static void the_nucleus_holds_the_fewest_that_reach_top_p(void **state)
-{
+static void the_nucleus_holds_the_fewest_that_reach_top_p(void **state) {
     (void)state;
     // Probabilities 0.3, 0.5, 0.2, exactly those of the first row; the last id is impossible.
     const float logits[] = {logf(0.6F), 0, logf(0.4F), -INFINITY}, equal[] = {2, 2, 2, 2};
@@ -258,12 +244,10 @@ static void the_nucleus_holds_the_fewest_that_reach_top_p(void **state)
     assert_true(abs(n[0] - 1000) < 130 && abs(n[2] - 1000) < 130);
 }
 
-static void a_seed_gives_the_same_draws(void **state)
-{
+static void a_seed_gives_the_same_draws(void **state) {
     (void)state;
     float logits[100];
-    for (int i = 0; i < 100; i++)
-        logits[i] = (float)(i % 7) / 3;
+    for (int i = 0; i < 100; i++) logits[i] = (float)(i % 7) / 3;
     int n_same_seed = 0, n_other_seed = 0, n_other_draw = 0;
     for (uint64_t draw = 0; draw < 200; draw++) {
         const int32_t id = dpl_sample(logits, 100, 1, 0.95, 7, draw);
@@ -275,8 +259,7 @@ static void a_seed_gives_the_same_draws(void **state)
     assert_true(n_other_seed < 30 && n_other_draw < 30);
 }
 
-int main(void)
-{
+int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(logits_are_those_of_a_whole_pass),
         cmocka_unit_test(logits_of_a_bf16_model_are_near),

@@ -14,33 +14,28 @@
 
 static dpl_ctx *ctx;
 
-static int open_ctx(void **state)
-{
+static int open_ctx(void **state) {
     (void)state;
     ctx = lab_ctx(2, false, NULL);
     return ctx ? 0 : -1;
 }
 
-static int close_ctx(void **state)
-{
+static int close_ctx(void **state) {
     (void)state;
     dpl_ctx_close(&ctx);
     return 0;
 }
 
-static bool all_zero_bits(const void *p, size_t bytes)
-{
+static bool all_zero_bits(const void *p, size_t bytes) {
     for (size_t i = 0; i < bytes; i++)
         if (((const uint8_t *)p)[i]) return false;
     return true;
 }
 
-static float *random_floats(size_t n, uint64_t stream)
-{
+static float *random_floats(size_t n, uint64_t stream) {
     float *x = dpl_alloc_array(n, sizeof *x);
     assert_non_null(x);
-    for (size_t i = 0; i < n; i++)
-        x[i] = (float)dpl_rng_normal(7, stream, i);
+    for (size_t i = 0; i < n; i++) x[i] = (float)dpl_rng_normal(7, stream, i);
     return x;
 }
 
@@ -57,15 +52,13 @@ typedef struct
     size_t n;
 } dot;
 
-static void add_product(dot *d, float a, float b)
-{
+static void add_product(dot *d, float a, float b) {
     d->sum += (double)a * (double)b;
     d->magnitude += fabs((double)a * (double)b);
     d->n++;
 }
 
-static void expect_close(float is, const dot *d, const char *what)
-{
+static void expect_close(float is, const dot *d, const char *what) {
     if (!(fabs((double)is - d->sum) <= (double)(d->n + 1) * 0x1p-24 * d->magnitude))
         fail_msg("%s: %.9g, expected %.9g", what, (double)is, d->sum);
 }
@@ -73,20 +66,17 @@ static void expect_close(float is, const dot *d, const char *what)
 // Every element of the three products of group g.
 static void check_group(const groups_case *c, size_t g, size_t row, size_t ldx, size_t ldy,
                         const float *x, const float *w, const float *dy, const float *y,
-                        const float *dx, const float *dw)
-{
+                        const float *dx, const float *dw) {
     const float *wg = w + g * c->n * c->k, *dwg = dw + g * c->n * c->k;
     for (size_t r = row; r < row + c->sizes[g]; r++) {
         for (size_t n = 0; n < c->n; n++) {
             dot d = {0};
-            for (size_t k = 0; k < c->k; k++)
-                add_product(&d, x[r * ldx + k], wg[n * c->k + k]);
+            for (size_t k = 0; k < c->k; k++) add_product(&d, x[r * ldx + k], wg[n * c->k + k]);
             expect_close(y[r * ldy + n], &d, "y");
         }
         for (size_t k = 0; k < c->k; k++) {
             dot d = {0};
-            for (size_t n = 0; n < c->n; n++)
-                add_product(&d, dy[r * ldy + n], wg[n * c->k + k]);
+            for (size_t n = 0; n < c->n; n++) add_product(&d, dy[r * ldy + n], wg[n * c->k + k]);
             expect_close(dx[r * ldx + k], &d, "dx");
         }
     }
@@ -100,11 +90,9 @@ static void check_group(const groups_case *c, size_t g, size_t row, size_t ldx, 
 }
 
 // Rows and columns that belong to nobody hold NaN in the inputs and must keep their bits in the outputs.
-static void run_groups(const groups_case *c, bool packed)
-{
+static void run_groups(const groups_case *c, bool packed) {
     int64_t offsets[MAX_GROUPS + 1] = {0};
-    for (size_t g = 0; g < c->n_groups; g++)
-        offsets[g + 1] = offsets[g] + (int64_t)c->sizes[g];
+    for (size_t g = 0; g < c->n_groups; g++) offsets[g + 1] = offsets[g] + (int64_t)c->sizes[g];
     const size_t used = (size_t)offsets[c->n_groups], rows = used + c->spare_rows;
     const size_t ldx = c->k + c->ld_extra, ldy = c->n + c->ld_extra;
     const dpl_gemm_grouped g = {.n_groups = c->n_groups,
@@ -124,10 +112,8 @@ static void run_groups(const groups_case *c, bool packed)
     memset(dx, 0xff, rows * ldx * 4);
     memset(ws, 0xff, ws_bytes);
     for (size_t r = 0; r < rows; r++) {
-        for (size_t i = r < used ? c->k : 0; i < ldx; i++)
-            x[r * ldx + i] = NAN;
-        for (size_t i = r < used ? c->n : 0; i < ldy; i++)
-            dy[r * ldy + i] = NAN;
+        for (size_t i = r < used ? c->k : 0; i < ldx; i++) x[r * ldx + i] = NAN;
+        for (size_t i = r < used ? c->n : 0; i < ldy; i++) dy[r * ldy + i] = NAN;
     }
     assert_int_equal(dpl_gemm_pack(ctx, &g, w, ws, ws_bytes, panels), DPL_OK);
     const void *weight = packed ? (void *)panels : w;
@@ -139,23 +125,18 @@ static void run_groups(const groups_case *c, bool packed)
         if (c->sizes[i] == 0) assert_true(all_zero_bits(dw + i * c->n * c->k, c->n * c->k * 4));
     }
     for (size_t r = 0; r < rows; r++)
-        for (size_t i = r < used ? c->n : 0; i < ldy; i++)
-            assert_true(isnan(y[r * ldy + i]));
+        for (size_t i = r < used ? c->n : 0; i < ldy; i++) assert_true(isnan(y[r * ldy + i]));
     float *blocks[] = {x, dy, w, ws, y, dx, dw, panels};
-    for (size_t i = 0; i < DPL_COUNT(blocks); i++)
-        dpl_free(blocks[i]);
+    for (size_t i = 0; i < DPL_COUNT(blocks); i++) dpl_free(blocks[i]);
 }
 
-static void run_cases(const groups_case *cases, size_t n)
-{
+static void run_cases(const groups_case *cases, size_t n) {
     for (size_t i = 0; i < n; i++)
-        for (int packed = 0; packed < 2; packed++)
-            run_groups(&cases[i], packed);
+        for (int packed = 0; packed < 2; packed++) run_groups(&cases[i], packed);
 }
 
 // Rows 1, 2, 4: no tokens for some experts, the last one among them, or for all.
-static void empty_groups_have_zero_gradients_and_no_stray_rows(void **state)
-{
+static void empty_groups_have_zero_gradients_and_no_stray_rows(void **state) {
     (void)state;
     static const groups_case cases[] = {
         {4, {5, 0, 3, 0}, 8, 8, 0, 0},
@@ -170,8 +151,7 @@ static void empty_groups_have_zero_gradients_and_no_stray_rows(void **state)
 }
 
 // Rows 8, 42: groups smaller than any tile, or that begin where no tile does.
-static void groups_of_any_size_and_start_are_right(void **state)
-{
+static void groups_of_any_size_and_start_are_right(void **state) {
     (void)state;
     static const groups_case cases[] = {
         {6, {1, 127, 128, 129, 0, 3}, 128, 128, 0, 0},
@@ -182,8 +162,7 @@ static void groups_of_any_size_and_start_are_right(void **state)
 }
 
 // Rows 3, 40: rows behind the last group, and row distances that are multiples of nothing.
-static void odd_strides_and_rows_beyond_the_last_group(void **state)
-{
+static void odd_strides_and_rows_beyond_the_last_group(void **state) {
     (void)state;
     static const size_t ks[] = {1, 7, 8, 9, 1025};
     for (size_t i = 0; i < DPL_COUNT(ks); i++) {
@@ -194,8 +173,7 @@ static void odd_strides_and_rows_beyond_the_last_group(void **state)
 }
 
 // Rows 41, 42: what offsets may be.
-static void offsets_are_checked(void **state)
-{
+static void offsets_are_checked(void **state) {
     (void)state;
     static const struct {
         int64_t offsets[3];
@@ -223,8 +201,7 @@ static void offsets_are_checked(void **state)
 }
 
 // Row 122: sizes of real models. Outputs are checked at places drawn at random.
-static void large_weights_are_right_too(void **state)
-{
+static void large_weights_are_right_too(void **state) {
     (void)state;
     static const size_t sizes[][2] = {{64, 14336}, {14336, 64}, {4096, 512}, {4096, 4096}};
     for (size_t s = 0; s < DPL_COUNT(sizes); s++) {
@@ -251,8 +228,7 @@ static void large_weights_are_right_too(void **state)
 }
 
 // Row 38: the last of 256 experts lies 15 GB behind the first. Pages that nobody touches cost nothing.
-static void the_last_expert_is_found_behind_4_gib(void **state)
-{
+static void the_last_expert_is_found_behind_4_gib(void **state) {
     (void)state;
     int64_t offsets[257] = {0};
     offsets[256] = 1;
@@ -281,26 +257,22 @@ static float score[MAX_ROUTE], weights[MAX_ROUTE], logits[MAX_ROUTE];
 static int32_t ids[MAX_ROUTE];
 static int64_t counts[1024];
 
-static dpl_status route(const dpl_route_rule *rule, size_t n_tokens, const float *bias)
-{
+static dpl_status route(const dpl_route_rule *rule, size_t n_tokens, const float *bias) {
     return dpl_router_route(ctx, rule, n_tokens, logits, bias, NULL, score, ids, weights, counts);
 }
 
-static dpl_route_rule unscaled(size_t e, size_t k)
-{
+static dpl_route_rule unscaled(size_t e, size_t k) {
     dpl_route_rule rule = lab_sigmoid(e, k);
     rule.scale = 1;
     return rule;
 }
 
-static float logit_of(double s)
-{
+static float logit_of(double s) {
     return (float)log(s / (1 - s));
 }
 
 // Rows 16, 17: a logit that is not finite is an error that names the token, and nothing is written.
-static void logits_that_are_not_finite_name_their_token(void **state)
-{
+static void logits_that_are_not_finite_name_their_token(void **state) {
     (void)state;
     static const float bad[] = {NAN, INFINITY, -INFINITY};
     const dpl_route_rule rule = unscaled(128, 8);
@@ -316,8 +288,7 @@ static void logits_that_are_not_finite_name_their_token(void **state)
 }
 
 // Rows 16, 17 in the layer: found at the read-back of the counts, before any expert runs.
-static void a_layer_names_the_token_that_is_not_finite(void **state)
-{
+static void a_layer_names_the_token_that_is_not_finite(void **state) {
     (void)state;
     for (int deferred = 0; deferred < 2; deferred++) {
         dpl_ctx *own = lab_ctx(2, deferred, NULL);
@@ -338,27 +309,22 @@ static void a_layer_names_the_token_that_is_not_finite(void **state)
 }
 
 // Row 18: more than 256 experts. Row 121: more experts than K.
-static void ids_above_255_are_chosen(void **state)
-{
+static void ids_above_255_are_chosen(void **state) {
     (void)state;
     for (size_t e = 257; e <= 512; e += 255) {
         const dpl_route_rule rule = unscaled(e, 10);
-        for (size_t i = 0; i < 4 * e; i++)
-            logits[i] = (float)(i % e) / 64;
+        for (size_t i = 0; i < 4 * e; i++) logits[i] = (float)(i % e) / 64;
         assert_int_equal(route(&rule, 4, NULL), DPL_OK);
-        for (size_t i = 0; i < 40; i++)
-            assert_int_equal(ids[i], e - 1 - i % 10);
+        for (size_t i = 0; i < 40; i++) assert_int_equal(ids[i], e - 1 - i % 10);
     }
     const dpl_route_rule two = unscaled(8, 2);
-    for (size_t i = 0; i < 8; i++)
-        logits[i] = (float)i;
+    for (size_t i = 0; i < 8; i++) logits[i] = (float)i;
     assert_int_equal(route(&two, 1, NULL), DPL_OK);
     assert_int_equal(ids[0], 7);
 }
 
 // Row 20: ties go to the lower id.
-static void equal_scores_choose_the_lower_ids(void **state)
-{
+static void equal_scores_choose_the_lower_ids(void **state) {
     (void)state;
     for (int n_threads = 1; n_threads <= 3; n_threads += 2) {
         dpl_ctx *own = lab_ctx(n_threads, false, NULL);
@@ -368,8 +334,7 @@ static void equal_scores_choose_the_lower_ids(void **state)
             assert_int_equal(
                 dpl_router_route(own, &rule, 300, logits, NULL, NULL, score, ids, weights, counts),
                 DPL_OK);
-            for (size_t i = 0; i < 600; i++)
-                assert_int_equal(ids[i], i % 2);
+            for (size_t i = 0; i < 600; i++) assert_int_equal(ids[i], i % 2);
         }
         assert_true(counts[0] == 300 && counts[1] == 300 && counts[2] == 0);
         dpl_ctx_close(&own);
@@ -377,8 +342,7 @@ static void equal_scores_choose_the_lower_ids(void **state)
 }
 
 // Row 21: the choice is made in fp32. Row 115: weights are scores without the bias, however small.
-static void bias_only_decides_and_in_fp32(void **state)
-{
+static void bias_only_decides_and_in_fp32(void **state) {
     (void)state;
     const dpl_route_rule one = unscaled(2, 1);
     const float close[] = {1.0f, 1.001f};
@@ -397,37 +361,30 @@ static void bias_only_decides_and_in_fp32(void **state)
 }
 
 // Row 116: normalized within a token, then scaled.
-static void weights_are_normalized_per_token_then_scaled(void **state)
-{
+static void weights_are_normalized_per_token_then_scaled(void **state) {
     (void)state;
     dpl_route_rule rule = lab_sigmoid(2, 2);
     static const double scores[] = {0.2, 0.6, 0.9, 0.3}, expected[] = {1.875, 0.625, 1.875, 0.625};
-    for (size_t i = 0; i < 4; i++)
-        logits[i] = logit_of(scores[i]);
+    for (size_t i = 0; i < 4; i++) logits[i] = logit_of(scores[i]);
     assert_int_equal(route(&rule, 2, NULL), DPL_OK);
     assert_true(ids[0] == 1 && ids[1] == 0 && ids[2] == 0 && ids[3] == 1);
-    for (size_t i = 0; i < 4; i++)
-        assert_true(fabs((double)weights[i] - expected[i]) < 1e-6);
+    for (size_t i = 0; i < 4; i++) assert_true(fabs((double)weights[i] - expected[i]) < 1e-6);
 }
 
 // Row 117: a group's score is the sum of its two best, whatever K is.
-static void group_score_is_the_sum_of_the_two_best(void **state)
-{
+static void group_score_is_the_sum_of_the_two_best(void **state) {
     (void)state;
     dpl_route_rule rule = unscaled(8, 4);
     rule.n_groups = 2;
     rule.top_groups = 1;
     static const double scores[] = {0.9, 0.9, 0.1, 0.1, 0.7, 0.7, 0.7, 0.7};
-    for (size_t i = 0; i < 8; i++)
-        logits[i] = logit_of(scores[i]);
+    for (size_t i = 0; i < 8; i++) logits[i] = logit_of(scores[i]);
     assert_int_equal(route(&rule, 1, NULL), DPL_OK);
-    for (int32_t i = 0; i < 4; i++)
-        assert_int_equal(ids[i], i);
+    for (int32_t i = 0; i < 4; i++) assert_int_equal(ids[i], i);
 }
 
 // Row 22: with one normalized expert a token the router learns nothing from the task; without, it does.
-static void one_normalized_expert_gives_the_router_no_gradient(void **state)
-{
+static void one_normalized_expert_gives_the_router_no_gradient(void **state) {
     (void)state;
     for (int norm = 0; norm < 2; norm++) {
         lab_rule rule = {.t = 12, .d = 16, .f = 8, .rule = lab_sigmoid(4, 1), .seed = 5};
@@ -438,24 +395,20 @@ static void one_normalized_expert_gives_the_router_no_gradient(void **state)
         double largest = 0;
         for (size_t i = 0; i < l.n[LAB_ROUTER]; i++)
             largest = fmax(largest, fabs((double)lab_grad(&l, LAB_ROUTER, i)));
-        if (norm)
-            assert_true(largest < 1e-6);
-        else
-            assert_true(largest > 1e-3);
+        if (norm) assert_true(largest < 1e-6);
+        else assert_true(largest > 1e-3);
         lab_close(&l);
     }
 }
 
 // Row 24: equal tokens choose alike in any place, with any number of threads, twice in a row.
-static void equal_tokens_choose_alike(void **state)
-{
+static void equal_tokens_choose_alike(void **state) {
     (void)state;
     static const int n_threads[] = {1, 3, 8};
     lab_rule rule = {.t = 256, .d = 64, .f = 8, .rule = lab_sigmoid(128, 6), .seed = 6};
     lab l;
     lab_open(&rule, &l);
-    for (size_t i = 0; i < rule.t * rule.d; i++)
-        l.x[i] = l.x[i % rule.d];
+    for (size_t i = 0; i < rule.t * rule.d; i++) l.x[i] = l.x[i % rule.d];
     lab_inputs(&l);
     int32_t first[6];
     for (size_t n = 0; n < DPL_COUNT(n_threads); n++) {
@@ -463,8 +416,7 @@ static void equal_tokens_choose_alike(void **state)
         for (int again = 0; again < 2; again++) {
             assert_int_equal(lab_forward(&l, own), DPL_OK);
             if (n == 0 && !again) memcpy(first, l.saved.ids, sizeof first);
-            for (size_t i = 0; i < rule.t * 6; i++)
-                assert_int_equal(l.saved.ids[i], first[i % 6]);
+            for (size_t i = 0; i < rule.t * 6; i++) assert_int_equal(l.saved.ids[i], first[i % 6]);
         }
         dpl_ctx_close(&own);
     }
@@ -475,8 +427,7 @@ static void equal_tokens_choose_alike(void **state)
 
 // What a caller with ids of its own does.
 static dpl_status prepare(dpl_comm *comm, const dpl_moe_shape *shape, const int32_t *given,
-                          size_t n_tokens, dpl_ep *ep)
-{
+                          size_t n_tokens, dpl_ep *ep) {
     DPL_TRY(dpl_ep_check(comm, shape, n_tokens));
     DPL_TRY(dpl_ep_check_ids(given, n_tokens, shape->rule.top_k, shape->rule.n_experts));
     *ep = dpl_ep_alloc(ctx, NULL, shape, n_tokens);
@@ -484,8 +435,7 @@ static dpl_status prepare(dpl_comm *comm, const dpl_moe_shape *shape, const int3
 }
 
 // Rows 19, 23: an id twice in a token, or outside of -1 .. E-1, is an error that names the token.
-static void ids_of_a_caller_are_checked(void **state)
-{
+static void ids_of_a_caller_are_checked(void **state) {
     (void)state;
     static const struct {
         int32_t ids[4];
@@ -514,8 +464,7 @@ static void ids_of_a_caller_are_checked(void **state)
 }
 
 // Rows 14, 51: skipped slots shift nothing, there and back.
-static void skipped_slots_shift_no_rows(void **state)
-{
+static void skipped_slots_shift_no_rows(void **state) {
     (void)state;
     enum { T = 4, K = 2, D = 3 };
     static const int32_t given[] = {0, -1, -1, -1, 3, 1, 2, 0};
@@ -540,28 +489,22 @@ static void skipped_slots_shift_no_rows(void **state)
         assert_true(row_w[r] == w[slot[r]]);
     }
     dpl_ep_combine(ctx, &ep, dpl_mat_f32(rows, D), D, false, dpl_mat_f32(y, D));
-    for (size_t i = 0; i < T * D; i++)
-        assert_true(y[i] == copies[i / D] * x[i]);
+    for (size_t i = 0; i < T * D; i++) assert_true(y[i] == copies[i / D] * x[i]);
     dpl_ep_combine(ctx, &ep, dpl_mat_f32(rows, D), D, true, dpl_mat_f32(y, D));
-    for (size_t i = 0; i < T * D; i++)
-        assert_true(y[i] == 2 * copies[i / D] * x[i]);
+    for (size_t i = 0; i < T * D; i++) assert_true(y[i] == 2 * copies[i / D] * x[i]);
     dpl_ep_dispatch_bwd(ctx, &ep, dpl_mat_f32(rows, D), row_w, D, dpl_mat_f32(y, D), dw);
-    for (size_t i = 0; i < T * K; i++)
-        assert_true(dw[i] == (given[i] < 0 ? 0 : w[i]));
-    for (size_t i = 0; i < T * D; i++)
-        assert_true(y[i] == copies[i / D] * x[i]);
+    for (size_t i = 0; i < T * K; i++) assert_true(dw[i] == (given[i] < 0 ? 0 : w[i]));
+    for (size_t i = 0; i < T * D; i++) assert_true(y[i] == copies[i / D] * x[i]);
     dpl_comm_close(&comm);
 }
 
 // Row 119: the sum over a token's experts is in fp32 and rounded once.
-static void combine_rounds_once(void **state)
-{
+static void combine_rounds_once(void **state) {
     (void)state;
     const dpl_moe_shape shape = {.d = 1, .f = 4, .rule = lab_sigmoid(8, 8), .n_local = 8};
     static const int32_t given[] = {0, 1, 2, 3, 4, 5, 6, 7};
     uint16_t rows[8], y = 0;
-    for (size_t i = 0; i < 8; i++)
-        rows[i] = dpl_f32_to_bf16(i ? 0x1p-9f : 1.0f);
+    for (size_t i = 0; i < 8; i++) rows[i] = dpl_f32_to_bf16(i ? 0x1p-9f : 1.0f);
     dpl_comm *comm;
     dpl_ep ep;
     assert_int_equal(dpl_comm_open("self", NULL, &comm), DPL_OK);
@@ -572,8 +515,7 @@ static void combine_rounds_once(void **state)
 }
 
 // Row 118: without routed experts the layer is its shared expert, bit for bit, whatever the scale.
-static void the_shared_expert_counts_fully(void **state)
-{
+static void the_shared_expert_counts_fully(void **state) {
     (void)state;
     for (int dtype = 0; dtype < 2; dtype++) {
         lab_rule rule = {.t = 19,
@@ -603,23 +545,20 @@ static void the_shared_expert_counts_fully(void **state)
 
 // Row 10: counts are the histogram, also when nearly all tokens choose the same experts. Row 26: and the
 // same when the forward pass runs again. Row 31: so are the auxiliary losses.
-static void counts_are_exact_and_repeatable(void **state)
-{
+static void counts_are_exact_and_repeatable(void **state) {
     (void)state;
     lab_rule rule = {.t = 2304, .d = 16, .f = 8, .rule = lab_sigmoid(32, 8), .seed = 9};
     lab l;
     lab_open(&rule, &l);
     const dpl_aux aux = {DPL_BALANCE_BATCH, 0.5f, 0.5f, 1, 1, rule.t};
     l.aux = &aux;
-    for (size_t i = 10 * rule.d; i < rule.t * rule.d; i++)
-        l.x[i] = l.x[10 * rule.d + i % rule.d];
+    for (size_t i = 10 * rule.d; i < rule.t * rule.d; i++) l.x[i] = l.x[10 * rule.d + i % rule.d];
     lab_inputs(&l);
     double losses[2] = {0};
     for (int again = 0; again < 2; again++) {
         assert_int_equal(lab_forward(&l, ctx), DPL_OK);
         int64_t histogram[32] = {0};
-        for (size_t i = 0; i < rule.t * 8; i++)
-            histogram[l.saved.ids[i]]++;
+        for (size_t i = 0; i < rule.t * 8; i++) histogram[l.saved.ids[i]]++;
         assert_memory_equal(histogram, l.saved.ep.counts, sizeof histogram);
         if (again) assert_memory_equal(losses, l.saved.aux, sizeof losses);
         memcpy(losses, l.saved.aux, sizeof losses);
@@ -628,8 +567,7 @@ static void counts_are_exact_and_repeatable(void **state)
 }
 
 // Rows 123, 124: padding is not routed, not counted, and in no auxiliary loss or gradient.
-static void padding_changes_nothing(void **state)
-{
+static void padding_changes_nothing(void **state) {
     (void)state;
     double losses[2][2];
     int64_t routed[2][8];
@@ -671,8 +609,7 @@ static void padding_changes_nothing(void **state)
     for (int i = 0; i < 2; i++)
         assert_true(fabs(losses[0][i] - losses[1][i]) < 1e-6 * losses[0][i]);
     double largest = 0;
-    for (size_t i = 0; i < 8 * 24; i++)
-        largest = fmax(largest, fabs((double)router[0][i]));
+    for (size_t i = 0; i < 8 * 24; i++) largest = fmax(largest, fabs((double)router[0][i]));
     for (size_t i = 0; i < 8 * 24; i++)
         assert_true(fabs((double)router[0][i] - (double)router[1][i]) < 1e-5 * largest);
     dpl_free(router[0]);
@@ -682,8 +619,7 @@ static void padding_changes_nothing(void **state)
 /* ---- the layer as a whole ----------------------------------------------------------------------- */
 
 // Row 1: the gradient of an expert without tokens is zero to the bit, after a call in which it had some.
-static void experts_without_tokens_have_zero_gradient(void **state)
-{
+static void experts_without_tokens_have_zero_gradient(void **state) {
     (void)state;
     lab_rule rule = {
         .t = 40, .d = 24, .f = 16, .rule = lab_sigmoid(8, 2), .bias = true, .seed = 12};
@@ -691,8 +627,7 @@ static void experts_without_tokens_have_zero_gradient(void **state)
     lab_open(&rule, &l);
     assert_int_equal(lab_run(&l, ctx), DPL_OK); // leaves its traces in the memory of the step
     dpl_ctx_release(ctx, 0);
-    for (size_t e = 0; e < 8; e++)
-        l.bias[e] = e == 2 || e == 5 ? 10 : -10;
+    for (size_t e = 0; e < 8; e++) l.bias[e] = e == 2 || e == 5 ? 10 : -10;
     lab_zero_grads(&l);
     memset(&l.saved, 0, sizeof l.saved);
     assert_int_equal(lab_run(&l, ctx), DPL_OK);
@@ -706,8 +641,7 @@ static void experts_without_tokens_have_zero_gradient(void **state)
     lab_close(&l);
 }
 
-static size_t peak_of(size_t n_tokens, bool one_expert, size_t n_padding)
-{
+static size_t peak_of(size_t n_tokens, bool one_expert, size_t n_padding) {
     dpl_ctx *own = lab_ctx(2, false, NULL);
     lab_rule rule = {.t = n_tokens,
                      .d = 32,
@@ -718,11 +652,9 @@ static size_t peak_of(size_t n_tokens, bool one_expert, size_t n_padding)
                      .seed = 13};
     lab l;
     lab_open(&rule, &l);
-    for (size_t e = 0; one_expert && e < 8; e++)
-        l.bias[e] = e == 3 ? 10 : -10;
+    for (size_t e = 0; one_expert && e < 8; e++) l.bias[e] = e == 3 ? 10 : -10;
     l.segment = dpl_alloc_array(n_tokens, sizeof *l.segment);
-    for (size_t t = n_padding; t < n_tokens; t++)
-        l.segment[t] = 1;
+    for (size_t t = n_padding; t < n_tokens; t++) l.segment[t] = 1;
     assert_int_equal(lab_run(&l, own), DPL_OK);
     if (one_expert) assert_int_equal(l.saved.ep.counts[3], n_tokens - n_padding);
     const size_t peak = dpl_arena_peak_bytes(own->arena);
@@ -732,8 +664,7 @@ static size_t peak_of(size_t n_tokens, bool one_expert, size_t n_padding)
 }
 
 // Row 158: memory follows the rows that arrive: it does not depend on where they go.
-static void memory_is_that_of_the_rows_that_arrive(void **state)
-{
+static void memory_is_that_of_the_rows_that_arrive(void **state) {
     (void)state;
     const size_t peak = peak_of(512, true, 0);
     assert_int_equal(peak, peak_of(512, false, 0));
@@ -744,8 +675,7 @@ static void memory_is_that_of_the_rows_that_arrive(void **state)
 }
 
 // Row 162: of every parameter the gradient accumulates; dx is written.
-static void two_backward_calls_double_every_gradient(void **state)
-{
+static void two_backward_calls_double_every_gradient(void **state) {
     (void)state;
     lab_rule rule = {
         .t = 30, .d = 24, .f = 16, .shared_f = 8, .rule = lab_sigmoid(6, 2), .seed = 14};
@@ -756,8 +686,7 @@ static void two_backward_calls_double_every_gradient(void **state)
     memcpy(dx, l.dx, rule.t * rule.d * sizeof *dx);
     for (int id = 0; id < LAB_N; id++) {
         once[id] = dpl_alloc_array(l.n[id], sizeof(float));
-        for (size_t i = 0; i < l.n[id]; i++)
-            once[id][i] = lab_grad(&l, (lab_id)id, i);
+        for (size_t i = 0; i < l.n[id]; i++) once[id][i] = lab_grad(&l, (lab_id)id, i);
     }
     assert_int_equal(lab_backward(&l, ctx), DPL_OK);
     assert_memory_equal(dx, l.dx, rule.t * rule.d * sizeof *dx);
@@ -778,8 +707,7 @@ static void two_backward_calls_double_every_gradient(void **state)
 }
 
 // Row 161: dy as a view with a row distance, twice in a row: equal gradients, inputs unchanged.
-static void strided_gradients_are_read_only(void **state)
-{
+static void strided_gradients_are_read_only(void **state) {
     (void)state;
     for (int dtype = 0; dtype < 2; dtype++) {
         lab_rule rule = {.t = 30,
@@ -817,8 +745,7 @@ static void strided_gradients_are_read_only(void **state)
     }
 }
 
-static void run_alone(lab *l, uint64_t *hash)
-{
+static void run_alone(lab *l, uint64_t *hash) {
     lab_zero_grads(l);
     assert_int_equal(lab_run(l, ctx), DPL_OK);
     *hash = lab_hash(l);
@@ -826,8 +753,7 @@ static void run_alone(lab *l, uint64_t *hash)
 }
 
 // Row 163: forward A, forward B, then backward in either order.
-static void passes_may_interleave(void **state)
-{
+static void passes_may_interleave(void **state) {
     (void)state;
     for (int order = 0; order < 2; order++) {
         lab_rule rules[2] = {
@@ -851,8 +777,7 @@ static void passes_may_interleave(void **state)
 }
 
 // Gradients that are not wanted are not computed, and cost nothing else its bits.
-static void gradients_may_be_left_out(void **state)
-{
+static void gradients_may_be_left_out(void **state) {
     (void)state;
     lab_rule rule = {
         .t = 30, .d = 24, .f = 16, .shared_f = 8, .rule = lab_sigmoid(6, 2), .seed = 18};
@@ -870,8 +795,7 @@ static void gradients_may_be_left_out(void **state)
     lab_close(&l);
 }
 
-int main(void)
-{
+int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(empty_groups_have_zero_gradients_and_no_stray_rows),
         cmocka_unit_test(groups_of_any_size_and_start_are_right),

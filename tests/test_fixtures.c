@@ -36,33 +36,27 @@ typedef struct verdict {
     bool silent;
 } verdict;
 
-static bool starts(const char *text, const char *with)
-{
+static bool starts(const char *text, const char *with) {
     return strncmp(text, with, strlen(with)) == 0;
 }
 
-static bool ends(const char *text, const char *with)
-{
+static bool ends(const char *text, const char *with) {
     const size_t n = strlen(text), m = strlen(with);
     return n >= m && strcmp(text + n - m, with) == 0;
 }
 
-static void bad(verdict *v, const char *name, const char *what, double value)
-{
+static void bad(verdict *v, const char *name, const char *what, double value) {
     if (v->n_bad++ < 10 && !v->silent) print_error("%s: %s %g\n", name, what, value);
 }
 
-static double largest(const double *x, size_t n)
-{
+static double largest(const double *x, size_t n) {
     double top = 0;
-    for (size_t i = 0; i < n; i++)
-        top = fmax(top, fabs(x[i]));
+    for (size_t i = 0; i < n; i++) top = fmax(top, fabs(x[i]));
     return top;
 }
 
 // Slots of a token may come in any order: sorts ids, and weights with them.
-static void sort_slots(double *ids, double *weights, size_t n_rows, size_t k)
-{
+static void sort_slots(double *ids, double *weights, size_t n_rows, size_t k) {
     for (size_t r = 0; r < n_rows; r++)
         for (size_t i = 1; i < k; i++)
             for (size_t j = i; j > 0 && ids[r * k + j - 1] > ids[r * k + j]; j--) {
@@ -76,8 +70,7 @@ static void sort_slots(double *ids, double *weights, size_t n_rows, size_t k)
 }
 
 static void compare_steps(verdict *v, const char *name, const double *got, const double *want,
-                          size_t n)
-{
+                          size_t n) {
     for (size_t i = 0; i < n; i++) {
         const double off = fabs(got[i] - want[i]);
         // A gradient of rounding noise becomes a whole step of the rate: most within the first bound, all in this.
@@ -88,8 +81,7 @@ static void compare_steps(verdict *v, const char *name, const double *got, const
 }
 
 static void compare_values(verdict *v, const char *name, const double *got, const double *want,
-                           size_t n)
-{
+                           size_t n) {
     double bound = 0, error = 0;
     const size_t n_group = strcspn(name, ".");
     for (size_t i = 0; i < sizeof bounds / sizeof bounds[0]; i++)
@@ -105,8 +97,7 @@ static void compare_values(verdict *v, const char *name, const double *got, cons
 
 static void compare_slots(verdict *v, const char *name, double *got, double *want,
                           const fixture *got_file, const fixture *want_file,
-                          const fixture_tensor *t)
-{
+                          const fixture_tensor *t) {
     char weights[128];
     snprintf(weights, sizeof weights, "%.*s.weights", (int)(strlen(name) - 4), name);
     const size_t k = (size_t)t->shape[1];
@@ -125,8 +116,7 @@ static void compare_slots(verdict *v, const char *name, double *got, double *wan
 }
 
 static void compare(verdict *v, const fixture *got_file, const fixture *want_file,
-                    const fixture_tensor *want_t)
-{
+                    const fixture_tensor *want_t) {
     const char *name = want_t->name;
     const fixture_tensor *got_t = fixture_find(got_file, name);
     if (!got_t || got_t->n != want_t->n) {
@@ -136,8 +126,7 @@ static void compare(verdict *v, const fixture *got_file, const fixture *want_fil
     }
     double *got = fixture_values(got_t), *want = fixture_values(want_t);
     v->n_compared++;
-    if (starts(name, "adamw"))
-        compare_steps(v, name, got, want, want_t->n);
+    if (starts(name, "adamw")) compare_steps(v, name, got, want, want_t->n);
     else if (starts(name, "router.") && ends(name, ".ids"))
         compare_slots(v, name, got, want, got_file, want_file, want_t);
     else if (want_t->dtype[0] == 'I' || want_t->dtype[0] == 'U') {
@@ -146,15 +135,13 @@ static void compare(verdict *v, const fixture *got_file, const fixture *want_fil
                 bad(v, name, "differs in element", (double)i);
                 break;
             }
-    } else
-        compare_values(v, name, got, want, want_t->n);
+    } else compare_values(v, name, got, want, want_t->n);
     free(got);
     free(want);
 }
 
 // Everything that the reference has must be there, but what a probe does not write.
-static bool is_wanted(const char *name, size_t n_steps)
-{
+static bool is_wanted(const char *name, size_t n_steps) {
     char steps[32];
     snprintf(steps, sizeof steps, "adamw%zu.", n_steps);
     if (starts(name, "adamw")) return starts(name, steps);
@@ -164,8 +151,7 @@ static bool is_wanted(const char *name, size_t n_steps)
 }
 
 static void check_folder(const char *dir, const char *folder, size_t n_steps,
-                         const char *const *settings, size_t n_settings, verdict *v)
-{
+                         const char *const *settings, size_t n_settings, verdict *v) {
     dpl_ctx *ctx = NULL;
     const char *out = scratch_path("out.safetensors");
     char input[512], reference[512];
@@ -195,8 +181,7 @@ static void check_folder(const char *dir, const char *folder, size_t n_steps,
 }
 
 // A folder's model with its other configuration.
-static const char *legacy_dir(const char *folder)
-{
+static const char *legacy_dir(const char *folder) {
     static char dir[512];
     snprintf(dir, sizeof dir, "%s", scratch_path("legacy"));
     char command[4096];
@@ -209,8 +194,7 @@ static const char *legacy_dir(const char *folder)
     return dir;
 }
 
-static void test_folder(const char *folder, size_t n_steps)
-{
+static void test_folder(const char *folder, size_t n_steps) {
     static const char *const bias_rate[] = {
         "routed_bias_update_rate=0.001"}; // for router.L.bias_next
     if (!fixture_root()) skip();
@@ -228,8 +212,7 @@ static void test_folder(const char *folder, size_t n_steps)
 }
 
 #define FOLDER(name, n_steps)                      \
-    static void test_##name(void **state)          \
-    {                                              \
+    static void test_##name(void **state) {        \
         (void)state;                               \
         test_folder("deepseek_v3" #name, n_steps); \
     }
@@ -241,8 +224,7 @@ FOLDER(_noqlora, 0)
 FOLDER(_yarn, 0)
 
 // The comparison itself: a loss that is weighted by a hundredth too much must be seen.
-static void test_wrong_weight(void **state)
-{
+static void test_wrong_weight(void **state) {
     (void)state;
     if (!fixture_root()) skip();
     static const char *const settings[] = {"mtp_loss_scaling_factor=0.303"};
@@ -253,8 +235,7 @@ static void test_wrong_weight(void **state)
 
 #define WITH_FILES(test) cmocka_unit_test_setup_teardown(test, scratch_open, scratch_close)
 
-int main(void)
-{
+int main(void) {
     const struct CMUnitTest tests[] = {
         WITH_FILES(test_),
         WITH_FILES(test__bf16),

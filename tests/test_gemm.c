@@ -26,14 +26,12 @@
 static uint64_t seed, n_drawn;
 
 // Uniform in -2 .. 2 with 24 bits: operands are many, so this is cheap.
-static float draw(void)
-{
+static float draw(void) {
     const uint64_t bits = (seed + ++n_drawn) * 0x9e3779b97f4a7c15u;
     return (float)(((bits ^ bits >> 29) * 0xbf58476d1ce4e5b9u) >> 40) * 0x1p-22f - 2;
 }
 
-static dpl_ctx *open_ctx(const char *level, int n_threads, bool deferred)
-{
+static dpl_ctx *open_ctx(const char *level, int n_threads, bool deferred) {
     dpl_ctx *ctx = NULL;
     setenv("DPL_CPU", level, 1);
     if (dpl_ctx_create(n_threads, deferred, 0, &ctx) != DPL_OK) {
@@ -62,50 +60,42 @@ typedef struct result {
     float *dw;
 } result;
 
-static void *poisoned(size_t bytes)
-{
+static void *poisoned(size_t bytes) {
     void *p = malloc(bytes ? bytes : 1);
     assert_non_null(p);
     memset(p, 0xff, bytes);
     return p;
 }
 
-static size_t mat_bytes(size_t rows, size_t ld, dpl_dtype dtype)
-{
+static size_t mat_bytes(size_t rows, size_t ld, dpl_dtype dtype) {
     return rows * ld * dpl_dtype_bytes(dtype);
 }
 
-static double element(dpl_mat m, size_t row, size_t col)
-{
+static double element(dpl_mat m, size_t row, size_t col) {
     const void *p = dpl_mat_at(m, row, col).p;
     return m.dtype == DPL_F32 ? (double)*(const float *)p
                               : (double)dpl_bf16_to_f32(*(const uint16_t *)p);
 }
 
 // Exactly as long as its last element: a read past it is found by the sanitizer.
-static dpl_mat random_mat(size_t rows, size_t cols, size_t gap, dpl_dtype dtype)
-{
+static dpl_mat random_mat(size_t rows, size_t cols, size_t gap, dpl_dtype dtype) {
     const size_t ld = cols + gap, n = rows ? (rows - 1) * ld + cols : 0;
     dpl_mat m = {poisoned(n * dpl_dtype_bytes(dtype)), ld, dtype};
     for (size_t r = 0; r < rows; ++r) {
         for (size_t c = 0; c < cols; ++c) {
             const float v = draw();
-            if (dtype == DPL_F32)
-                *(float *)dpl_mat_at(m, r, c).p = v;
-            else
-                *(uint16_t *)dpl_mat_at(m, r, c).p = dpl_f32_to_bf16(v);
+            if (dtype == DPL_F32) *(float *)dpl_mat_at(m, r, c).p = v;
+            else *(uint16_t *)dpl_mat_at(m, r, c).p = dpl_f32_to_bf16(v);
         }
     }
     return m;
 }
 
 static problem make_problem(size_t n_groups, const int *sizes, size_t n, size_t k, size_t gap,
-                            dpl_dtype act, dpl_dtype weight)
-{
+                            dpl_dtype act, dpl_dtype weight) {
     problem p = {.n_groups = n_groups, .n = n, .k = k, .gap = gap, .act = act, .weight = weight};
     const size_t n_w = n_groups * n * k, n_panels = n_groups * dpl_panel_elems(n, k);
-    for (size_t g = 0; g < n_groups; ++g)
-        p.offsets[g + 1] = p.offsets[g] + sizes[g];
+    for (size_t g = 0; g < n_groups; ++g) p.offsets[g + 1] = p.offsets[g] + sizes[g];
     p.n_rows = (size_t)p.offsets[n_groups];
     p.x = random_mat(p.n_rows, k, gap, act);
     p.dy = random_mat(p.n_rows, n, gap, act);
@@ -125,23 +115,19 @@ static problem make_problem(size_t n_groups, const int *sizes, size_t n, size_t 
     return p;
 }
 
-static void free_problem(problem *p)
-{
+static void free_problem(problem *p) {
     free(p->x.p), free(p->dy.p), free(p->w_plain);
     dpl_free(p->w_panels), dpl_free(p->w_bf16);
 }
 
-static float dw_start(size_t g, size_t n, size_t k)
-{
+static float dw_start(size_t g, size_t n, size_t k) {
     return (float)(1 + g + n % 7) + (float)(k % 5) / 4;
 }
-static float dx_start(size_t row, size_t k)
-{
+static float dx_start(size_t row, size_t k) {
     return (float)(row % 3) - (float)(k % 11) / 8;
 }
 
-static result make_result(const problem *p)
-{
+static result make_result(const problem *p) {
     const size_t rows = p->n_rows + EXTRA_ROWS, ld_y = p->n + p->gap, ld_x = p->k + p->gap;
     result r = {.y = {poisoned(mat_bytes(rows, ld_y, p->act)), ld_y, p->act},
                 .dx = {poisoned(mat_bytes(rows, ld_x, p->act)), ld_x, p->act},
@@ -161,13 +147,11 @@ static result make_result(const problem *p)
     return r;
 }
 
-static void free_result(result *r)
-{
+static void free_result(result *r) {
     free(r->y.p), free(r->dx.p), free(r->dx_sum.p), free(r->dw);
 }
 
-static void run_problem(dpl_ctx *ctx, const problem *p, result *r)
-{
+static void run_problem(dpl_ctx *ctx, const problem *p, result *r) {
     const dpl_groups groups = {p->n_groups, p->n_rows, p->offsets};
     dpl_gemm_forward(ctx, p->x, &p->w, groups, r->y);
     dpl_gemm_dgrad(ctx, p->dy, &p->w, groups, r->dx, false);
@@ -176,8 +160,7 @@ static void run_problem(dpl_ctx *ctx, const problem *p, result *r)
     dpl_ctx_wait(ctx);
 }
 
-static void same_result(const problem *p, const result *a, const result *b)
-{
+static void same_result(const problem *p, const result *a, const result *b) {
     const size_t rows = p->n_rows + EXTRA_ROWS;
     assert_memory_equal(a->y.p, b->y.p, mat_bytes(rows, a->y.ld, p->act));
     assert_memory_equal(a->dx.p, b->dx.p, mat_bytes(rows, a->dx.ld, p->act));
@@ -188,15 +171,13 @@ static void same_result(const problem *p, const result *a, const result *b)
 /* ---- the judge --------------------------------------------------------------------------------- */
 
 // An operand as the multiplication sees it.
-static double operand(const problem *p, dpl_mat m, size_t row, size_t col)
-{
+static double operand(const problem *p, dpl_mat m, size_t row, size_t col) {
     const double v = element(m, row, col);
     return p->weight == DPL_BF16 ? (double)dpl_bf16_to_f32(dpl_f32_to_bf16((float)v)) : v;
 }
 
 static void near(const char *what, size_t row, size_t col, double got, double want, double sum_abs,
-                 size_t depth, dpl_dtype stored)
-{
+                 size_t depth, dpl_dtype stored) {
     double bound = (double)(depth + depth / 64 + 3) * (double)FLT_EPSILON * sum_abs;
     if (stored == DPL_BF16) bound += fabs(want) / 256;
     if (fabs(got - want) <= bound) return;
@@ -206,8 +187,7 @@ static void near(const char *what, size_t row, size_t col, double got, double wa
 }
 
 static void judge_row(const problem *p, const result *r, size_t g, size_t row, size_t col,
-                      bool dgrad)
-{
+                      bool dgrad) {
     const size_t depth = dgrad ? p->n : p->k;
     const float *w = p->w_plain + g * p->n * p->k;
     double sum = 0, sum_abs = 0;
@@ -226,8 +206,7 @@ static void judge_row(const problem *p, const result *r, size_t g, size_t row, s
          DPL_F32);
 }
 
-static void judge_dw(const problem *p, const result *r, size_t g, size_t n, size_t k)
-{
+static void judge_dw(const problem *p, const result *r, size_t g, size_t n, size_t k) {
     const size_t first = (size_t)p->offsets[g], end = (size_t)p->offsets[g + 1];
     double sum = (double)dw_start(g, n, k), sum_abs = fabs(sum);
     for (size_t row = first; row < end; ++row) {
@@ -242,8 +221,7 @@ static void judge_dw(const problem *p, const result *r, size_t g, size_t n, size
 typedef void (*judge_fn)(const problem *p, const result *r, size_t g, size_t row, size_t col);
 
 static void judge_all(const problem *p, const result *r, size_t g, size_t row0, size_t rows,
-                      size_t cols, judge_fn fn)
-{
+                      size_t cols, judge_fn fn) {
     const bool all = rows * cols <= SAMPLES;
     for (size_t i = 0; i < (all ? rows * cols : SAMPLES); ++i) {
         size_t at = all ? i : (size_t)(dpl_rng_u64(seed, 2, n_drawn++) % (rows * cols));
@@ -253,25 +231,20 @@ static void judge_all(const problem *p, const result *r, size_t g, size_t row0, 
     }
 }
 
-static void judge_y(const problem *p, const result *r, size_t g, size_t row, size_t col)
-{
+static void judge_y(const problem *p, const result *r, size_t g, size_t row, size_t col) {
     judge_row(p, r, g, row, col, false);
 }
 
-static void judge_dx(const problem *p, const result *r, size_t g, size_t row, size_t col)
-{
+static void judge_dx(const problem *p, const result *r, size_t g, size_t row, size_t col) {
     judge_row(p, r, g, row, col, true);
 }
 
-static void still_poison(const void *p, size_t bytes)
-{
+static void still_poison(const void *p, size_t bytes) {
     const uint8_t *b = p;
-    for (size_t i = 0; i < bytes; ++i)
-        assert_int_equal(b[i], 0xff);
+    for (size_t i = 0; i < bytes; ++i) assert_int_equal(b[i], 0xff);
 }
 
-static void judge_untouched(const problem *p, const result *r)
-{
+static void judge_untouched(const problem *p, const result *r) {
     const size_t elem = dpl_dtype_bytes(p->act), rows = p->n_rows;
     for (size_t row = 0; row < rows; ++row) {
         still_poison(dpl_mat_at(r->y, row, p->n).p, p->gap * elem);
@@ -291,8 +264,7 @@ static void judge_untouched(const problem *p, const result *r)
     }
 }
 
-static void judge(const problem *p, const result *r)
-{
+static void judge(const problem *p, const result *r) {
     for (size_t g = 0; g < p->n_groups; ++g) {
         const size_t row0 = (size_t)p->offsets[g], rows = (size_t)p->offsets[g + 1] - row0;
         if (rows == 0) continue;
@@ -335,13 +307,11 @@ static const shape shapes[] = {
 static const dpl_dtype dtypes[][2] = {
     {DPL_F32, DPL_F32}, {DPL_BF16, DPL_F32}, {DPL_BF16, DPL_BF16}, {DPL_F32, DPL_BF16}};
 
-static problem shape_problem(const shape *s, const dpl_dtype *dtype)
-{
+static problem shape_problem(const shape *s, const dpl_dtype *dtype) {
     return make_problem(s->n_groups, s->sizes, s->n, s->k, s->gap, dtype[0], dtype[1]);
 }
 
-static void test_against_fp64(void **state)
-{
+static void test_against_fp64(void **state) {
     (void)state;
     for (size_t l = 0; l < DPL_COUNT(levels); ++l) {
         dpl_ctx *ctx = open_ctx(levels[l], 2, false);
@@ -359,8 +329,7 @@ static void test_against_fp64(void **state)
     }
 }
 
-static void test_threads_do_not_matter(void **state)
-{
+static void test_threads_do_not_matter(void **state) {
     static const int n_threads[] = {1, 2, 3, 8};
     static const size_t chosen[] = {7, 12, 13, 14, 15};
     (void)state;
@@ -381,13 +350,11 @@ static void test_threads_do_not_matter(void **state)
             free_result(&want);
             free_problem(&p);
         }
-        for (size_t t = 0; t < DPL_COUNT(n_threads); ++t)
-            dpl_ctx_close(&ctx[t]);
+        for (size_t t = 0; t < DPL_COUNT(n_threads); ++t) dpl_ctx_close(&ctx[t]);
     }
 }
 
-static void test_repeated_calls_are_equal(void **state)
-{
+static void test_repeated_calls_are_equal(void **state) {
     (void)state;
     dpl_ctx *ctx = open_ctx("avx512", 2, false);
     if (!ctx) ctx = open_ctx("ref", 2, false);
@@ -406,8 +373,7 @@ static void test_repeated_calls_are_equal(void **state)
 }
 
 // A row alone gives the bits that it gives among others, even if one of those is not finite.
-static void test_rows_are_independent(void **state)
-{
+static void test_rows_are_independent(void **state) {
     (void)state;
     for (size_t l = 0; l < DPL_COUNT(levels); ++l) {
         dpl_ctx *ctx = open_ctx(levels[l], 2, false);
@@ -439,8 +405,7 @@ static void test_rows_are_independent(void **state)
     }
 }
 
-static void test_deferred_context(void **state)
-{
+static void test_deferred_context(void **state) {
     (void)state;
     dpl_ctx *now = open_ctx("ref", 1, false), *later = open_ctx("ref", 2, true);
     const int sizes[] = {40, 0, 9};
@@ -468,8 +433,7 @@ static void test_deferred_context(void **state)
 
 /* ---- large offsets: address space that is reserved but hardly touched --------------------------- */
 
-static void *reserve(size_t bytes)
-{
+static void *reserve(size_t bytes) {
     void *p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
                    -1, 0);
     if (p == MAP_FAILED) {
@@ -480,8 +444,7 @@ static void *reserve(size_t bytes)
     return p;
 }
 
-static void test_last_expert_of_a_large_weight(void **state)
-{
+static void test_last_expert_of_a_large_weight(void **state) {
     enum { E = 256, N = 2048, K = 7168 };
     const size_t elems = (size_t)N * K, bytes = E * elems * sizeof(float);
     (void)state;
@@ -489,8 +452,7 @@ static void test_last_expert_of_a_large_weight(void **state)
     dpl_ctx *ctx = open_ctx("ref", 2, false);
     int64_t offsets[E + 1] = {0};
     offsets[E] = 1;
-    for (size_t i = 0; i < elems; i += 7)
-        last[i] = (float)(i % 1000) / 1000 - 0.4f;
+    for (size_t i = 0; i < elems; i += 7) last[i] = (float)(i % 1000) / 1000 - 0.4f;
     const dpl_mat x = random_mat(1, K, 0, DPL_F32), dy = random_mat(1, N, 0, DPL_F32);
     float y[2][N], *dx = poisoned(2 * K * sizeof *dx);
     const dpl_weight all = {w, DPL_F32, E, N, K}, one = {last, DPL_F32, 1, N, K};
@@ -513,8 +475,7 @@ static void test_last_expert_of_a_large_weight(void **state)
     dpl_ctx_close(&ctx);
 }
 
-static void test_rows_far_apart(void **state)
-{
+static void test_rows_far_apart(void **state) {
     enum { ROWS = 5, N = 40, K = 50 };
     const size_t ld = ((size_t)1 << 30) + 1, bytes = ROWS * ld * sizeof(float);
     (void)state;
@@ -538,8 +499,7 @@ static void test_rows_far_apart(void **state)
 
 /* ---- panels and bias ---------------------------------------------------------------------------- */
 
-static void test_panels(void **state)
-{
+static void test_panels(void **state) {
     static const size_t sizes[][3] = {{1, 1, 1}, {3, 33, 20}, {2, 64, 7}, {1, 100, 1025}};
     (void)state;
     for (size_t i = 0; i < DPL_COUNT(levels) * DPL_COUNT(sizes); ++i) {
@@ -564,8 +524,7 @@ static void test_panels(void **state)
     }
 }
 
-static void test_bias(void **state)
-{
+static void test_bias(void **state) {
     enum { ROWS = 201, N = 150, GAP = 3 };
     (void)state;
     for (size_t i = 0; i < DPL_COUNT(levels) * 2; ++i) {
@@ -576,8 +535,7 @@ static void test_bias(void **state)
         const dpl_mat dbias = random_mat(1, N, 0, DPL_F32);
         double *before = poisoned(ROWS * N * sizeof *before), *want = poisoned(N * sizeof *want);
         double sum_abs[N];
-        for (size_t c = 0; c < N; ++c)
-            want[c] = element(dbias, 0, c), sum_abs[c] = fabs(want[c]);
+        for (size_t c = 0; c < N; ++c) want[c] = element(dbias, 0, c), sum_abs[c] = fabs(want[c]);
         for (size_t r = 0; r < ROWS; ++r) {
             for (size_t c = 0; c < N; ++c) {
                 before[r * N + c] = element(y, r, c);
@@ -600,8 +558,7 @@ static void test_bias(void **state)
     }
 }
 
-int main(int argc, char **argv)
-{
+int main(int argc, char **argv) {
     seed = argc > 1 ? strtoull(argv[1], NULL, 0) : (uint64_t)time(NULL);
     printf("seed %llu\n", (unsigned long long)seed);
     const struct CMUnitTest tests[] = {

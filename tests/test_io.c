@@ -29,8 +29,7 @@
 
 /* ---- files ---------------------------------------------------------------------------------- */
 
-static void maps(void **state)
-{
+static void maps(void **state) {
     (void)state;
     dpl_map map;
     const char *path = scratch_path("a");
@@ -52,8 +51,7 @@ static void maps(void **state)
     alarm(0);
 }
 
-static void folders(void **state)
-{
+static void folders(void **state) {
     (void)state;
     check_ok(dpl_make_dirs(scratch_path("x/y//z/")));
     check_ok(dpl_make_dirs(scratch_path("x/y/z")));
@@ -71,13 +69,11 @@ static void folders(void **state)
     check_ok(dpl_make_dirs("."));
 }
 
-static void long_paths(void **state)
-{
+static void long_paths(void **state) {
     (void)state;
     char path[PATH_MAX + 100], out[PATH_MAX];
     memset(path, 'a', sizeof path);
-    for (size_t i = 0; i < sizeof path; i += 100)
-        path[i] = '/';
+    for (size_t i = 0; i < sizeof path; i += 100) path[i] = '/';
     path[sizeof path - 1] = '\0';
     dpl_map map;
     check_error(dpl_path_join(path, "b", out), DPL_EIO, "longer", "");
@@ -90,14 +86,12 @@ static void long_paths(void **state)
     check_error(dpl_path_join(path, path, out), DPL_EIO, "longer", "");
     // One to which only the temporary name does not fit.
     memset(path, 'a', sizeof path);
-    for (size_t i = 0; i < PATH_MAX; i += 2)
-        path[i] = '/';
+    for (size_t i = 0; i < PATH_MAX; i += 2) path[i] = '/';
     path[PATH_MAX - 1] = '\0';
     check_error(dpl_write_file(path, "", 0), DPL_EIO, "longer", "");
 }
 
-static void odd_names(void **state)
-{
+static void odd_names(void **state) {
     (void)state;
     static const char *const bad[] = {"", "/", ".", "..", "a/..", "a/./", "//"};
     char staged[PATH_MAX];
@@ -112,8 +106,7 @@ static void odd_names(void **state)
     assert_false(dpl_path_exists(scratch_path(".folder.tmp")));
 }
 
-static void file_faults(void **state)
-{
+static void file_faults(void **state) {
     (void)state;
     check_ok(dpl_make_dirs(scratch_path("ff")));
     char path[PATH_MAX];
@@ -133,8 +126,7 @@ static void file_faults(void **state)
 }
 
 // Needs to mount a small file system, hence root, in a mount namespace of its own.
-static void full_disk(void **state)
-{
+static void full_disk(void **state) {
     (void)state;
     const char *dir = scratch_path("disk");
     check_ok(dpl_make_dirs(dir));
@@ -173,8 +165,7 @@ static void full_disk(void **state)
 /* ---- directories ---------------------------------------------------------------------------- */
 
 // A folder whose files all hold the generation's number.
-static dpl_status save(const char *path, int generation)
-{
+static dpl_status save(const char *path, int generation) {
     char staged[PATH_MAX], file[PATH_MAX], text[16];
     DPL_TRY(dpl_stage_open(path, staged, sizeof staged));
     snprintf(text, sizeof text, "%d", generation);
@@ -192,8 +183,7 @@ static dpl_status save(const char *path, int generation)
 }
 
 // The generation of a whole folder; -1 if there is none. A mixture ends the test.
-static int loaded(const char *path)
-{
+static int loaded(const char *path) {
     static const char *const names[] = {"a", "sub/b", "sub/deep/c"};
     int generation = -1;
     if (!dpl_path_exists(path)) return -1;
@@ -210,8 +200,7 @@ static int loaded(const char *path)
     return generation;
 }
 
-static void stage_faults(void **state)
-{
+static void stage_faults(void **state) {
     (void)state;
     check_ok(dpl_make_dirs(scratch_path("st")));
     char path[PATH_MAX];
@@ -226,10 +215,8 @@ static void stage_faults(void **state)
             dpl_fault_write(0);
             if (status != DPL_OK) check_error(status, DPL_EIO, "/st", "No space left");
             const int generation = loaded(path);
-            if (status == DPL_OK)
-                assert_int_equal(generation, 2);
-            else
-                assert_true(generation == 2 || generation == (with_old ? 1 : -1));
+            if (status == DPL_OK) assert_int_equal(generation, 2);
+            else assert_true(generation == 2 || generation == (with_old ? 1 : -1));
             assert_int_equal(scratch_count(scratch_path("st")), generation < 0 ? 0 : 1);
         }
         // Three files of four steps, six syncs, rename (and exchange), sync of the parent.
@@ -248,8 +235,7 @@ static void stage_faults(void **state)
     assert_true(scratch_holds(scratch_path("st/file"), "x", 1));
 }
 
-static void killed_saves(void **state)
-{
+static void killed_saves(void **state) {
     (void)state;
     check_ok(dpl_make_dirs(scratch_path("kill")));
     char path[PATH_MAX];
@@ -292,8 +278,7 @@ static void killed_saves(void **state)
 
 /* ---- numbers -------------------------------------------------------------------------------- */
 
-static void check_numbers(void)
-{
+static void check_numbers(void) {
     static const struct {
         const char *text;
         double value;
@@ -324,8 +309,7 @@ static void check_numbers(void)
     assert_true(value == 0 && signbit(value));
 }
 
-static void floats(void **state)
-{
+static void floats(void **state) {
     (void)state;
     check_numbers();
     char text[1000];
@@ -335,8 +319,7 @@ static void floats(void **state)
     check_error(dpl_parse_f64(text, &value), DPL_EINVAL, "111", "");
 }
 
-static void integers(void **state)
-{
+static void integers(void **state) {
     (void)state;
     static const struct {
         const char *text;
@@ -381,8 +364,7 @@ static void integers(void **state)
     }
 }
 
-static void read_json_numbers(void)
-{
+static void read_json_numbers(void) {
     static const double values[] = {0.1, 1e-5, 1.0 / 3, 1.7976931348623157e308, 5e-324, -0.0, 1e16};
     json_t *object = json_object(), *back;
     json_t *array = json_array();
@@ -402,8 +384,7 @@ static void read_json_numbers(void)
     json_decref(object);
 }
 
-static void comma_locale(void **state)
-{
+static void comma_locale(void **state) {
     (void)state;
     check_ok(dpl_make_dirs(scratch_path("locale")));
     char command[1024];
@@ -429,8 +410,7 @@ static void comma_locale(void **state)
 
 /* ---- JSON ----------------------------------------------------------------------------------- */
 
-static void json_files(void **state)
-{
+static void json_files(void **state) {
     (void)state;
     read_json_numbers();
     const char *path = scratch_path("a.json");
@@ -467,8 +447,7 @@ static void json_files(void **state)
 
 static char yaml_text[4096];
 
-static dpl_status note_pair(void *arg, const char *key, const char *value, int line)
-{
+static dpl_status note_pair(void *arg, const char *key, const char *value, int line) {
     const char *refused = arg;
     if (refused && !strcmp(key, refused)) return dpl_fail(DPL_EINVAL, "%s is refused", key);
     const size_t used = strlen(yaml_text);
@@ -476,15 +455,13 @@ static dpl_status note_pair(void *arg, const char *key, const char *value, int l
     return DPL_OK;
 }
 
-static dpl_status read_yaml(const char *text, char *refused)
-{
+static dpl_status read_yaml(const char *text, char *refused) {
     scratch_text(scratch_path("c.yml"), text);
     yaml_text[0] = '\0';
     return dpl_yaml_read(scratch_path("c.yml"), note_pair, refused);
 }
 
-static void yaml_good(void **state)
-{
+static void yaml_good(void **state) {
     (void)state;
     static const struct {
         const char *text, *pairs;
@@ -512,8 +489,7 @@ static void yaml_good(void **state)
     }
 }
 
-static void yaml_bad(void **state)
-{
+static void yaml_bad(void **state) {
     (void)state;
     static const struct {
         const char *text, *part;
@@ -551,8 +527,7 @@ static void yaml_bad(void **state)
     check_error(dpl_yaml_read(scratch_path("c.yml"), note_pair, NULL), DPL_EFORMAT, "c.yml", "");
 }
 
-int main(void)
-{
+int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(maps),         cmocka_unit_test(folders),
         cmocka_unit_test(long_paths),   cmocka_unit_test(odd_names),

@@ -26,8 +26,7 @@ typedef struct
     float *grads[LAB_N];
 } user;
 
-static void open_user(const lab_rule *rule, int n_threads, user *u)
-{
+static void open_user(const lab_rule *rule, int n_threads, user *u) {
     *u = (user){0};
     lab_open(rule, &u->lab);
     u->ctx = lab_ctx(n_threads, false, NULL);
@@ -40,16 +39,12 @@ static void open_user(const lab_rule *rule, int n_threads, user *u)
     u->ws_bytes = dpl_layer_workspace_bytes(u->layer, rule->t);
     u->ws = dpl_alloc(u->ws_bytes + CANARY);
     memset(u->ws, 0xff, u->ws_bytes + CANARY);
-    for (int id = 0; id < LAB_N; id++)
-        u->grads[id] = dpl_alloc_array(u->lab.n[id], sizeof(float));
+    for (int id = 0; id < LAB_N; id++) u->grads[id] = dpl_alloc_array(u->lab.n[id], sizeof(float));
 }
 
-static void close_user(user *u)
-{
-    for (size_t i = 0; i < CANARY; i++)
-        assert_int_equal(u->ws[u->ws_bytes + i], 0xff);
-    for (int id = 0; id < LAB_N; id++)
-        dpl_free(u->grads[id]);
+static void close_user(user *u) {
+    for (size_t i = 0; i < CANARY; i++) assert_int_equal(u->ws[u->ws_bytes + i], 0xff);
+    for (int id = 0; id < LAB_N; id++) dpl_free(u->grads[id]);
     dpl_free(u->ws);
     dpl_layer_close(&u->layer);
     assert_null(u->layer);
@@ -58,21 +53,18 @@ static void close_user(user *u)
     lab_close(&u->lab);
 }
 
-static dpl_status forward(user *u)
-{
+static dpl_status forward(user *u) {
     const lab *l = &u->lab;
     return dpl_layer_forward(u->layer, l->x_in, 0, l->rule.t, l->segment, u->ws, u->ws_bytes, l->y,
                              0, u->counts);
 }
 
-static dpl_status backward(user *u)
-{
+static dpl_status backward(user *u) {
     const lab *l = &u->lab;
     return dpl_layer_backward(u->layer, l->x_in, 0, u->ws, l->dy_in, 0, l->dx, 0);
 }
 
-static uint64_t result_hash(user *u)
-{
+static uint64_t result_hash(user *u) {
     const lab *l = &u->lab;
     const size_t n_x = l->rule.t * l->rule.d;
     float *const *g = u->grads;
@@ -82,13 +74,11 @@ static uint64_t result_hash(user *u)
     uint64_t h = dpl_hash64(l->y, n_x * dpl_dtype_bytes(l->rule.dtype), 1);
     h = dpl_hash64(l->dx, n_x * sizeof(float), h);
     h = dpl_hash64(u->counts, l->rule.rule.n_experts * sizeof u->counts[0], h);
-    for (int id = 0; id < LAB_N; id++)
-        h = dpl_hash64(g[id], l->n[id] * sizeof(float), h);
+    for (int id = 0; id < LAB_N; id++) h = dpl_hash64(g[id], l->n[id] * sizeof(float), h);
     return h;
 }
 
-static lab_rule some_rule(dpl_dtype dtype, uint64_t seed)
-{
+static lab_rule some_rule(dpl_dtype dtype, uint64_t seed) {
     lab_rule rule = {.t = 45, .d = 40, .f = 23, .shared_f = 19, .dtype = dtype, .seed = seed};
     rule.rule = lab_sigmoid(7, 3);
     rule.bias = true;
@@ -96,8 +86,7 @@ static lab_rule some_rule(dpl_dtype dtype, uint64_t seed)
 }
 
 // The same numbers as the layer inside, which the oracle has judged; and the oracle's, once more.
-static void public_layer_equals_the_one_inside(void **state)
-{
+static void public_layer_equals_the_one_inside(void **state) {
     (void)state;
     for (int dtype = 0; dtype < 2; dtype++) {
         const lab_rule rule = some_rule((dpl_dtype)dtype, 61);
@@ -129,8 +118,7 @@ static void public_layer_equals_the_one_inside(void **state)
 }
 
 // Known fault 163: passes of one layer and of two interleave; each has its own workspace.
-static void passes_with_own_workspaces_interleave(void **state)
-{
+static void passes_with_own_workspaces_interleave(void **state) {
     (void)state;
     const lab_rule rule = some_rule(DPL_BF16, 62);
     uint64_t alone[2];
@@ -180,8 +168,7 @@ typedef struct thread_user {
     bool ok;
 } thread_user;
 
-static void *train_alone(void *arg)
-{
+static void *train_alone(void *arg) {
     thread_user *t = arg;
     t->ok = true;
     for (int i = 0; i < 20; i++)
@@ -190,8 +177,7 @@ static void *train_alone(void *arg)
 }
 
 // Known fault 163: two layers on two host threads, each with its context.
-static void two_layers_on_two_threads(void **state)
-{
+static void two_layers_on_two_threads(void **state) {
     (void)state;
     static thread_user users[4]; // 0, 1 one after the other; 2, 3 the same at once
     pthread_t threads[2];
@@ -202,21 +188,17 @@ static void two_layers_on_two_threads(void **state)
     }
     for (int i = 0; i < 2; i++)
         assert_int_equal(pthread_create(&threads[i], NULL, train_alone, &users[2 + i]), 0);
-    for (int i = 0; i < 2; i++)
-        pthread_join(threads[i], NULL);
+    for (int i = 0; i < 2; i++) pthread_join(threads[i], NULL);
     for (int i = 0; i < 4; i++) {
         assert_true(users[i].ok);
         users[i].hash = result_hash(&users[i].u);
     }
-    for (int i = 0; i < 2; i++)
-        assert_true(users[i].hash == users[2 + i].hash);
-    for (int i = 0; i < 4; i++)
-        close_user(&users[i].u);
+    for (int i = 0; i < 2; i++) assert_true(users[i].hash == users[2 + i].hash);
+    for (int i = 0; i < 4; i++) close_user(&users[i].u);
 }
 
 // Known fault 161: views with a row distance; inputs are not written, nor anything between rows.
-static void strided_views_are_fine(void **state)
-{
+static void strided_views_are_fine(void **state) {
     (void)state;
     const lab_rule rule = some_rule(DPL_BF16, 65);
     user u;
@@ -260,8 +242,7 @@ static void strided_views_are_fine(void **state)
 }
 
 // Known fault 158: any number of tokens, whatever came before, also with skipped ones.
-static void any_number_of_tokens_in_any_order(void **state)
-{
+static void any_number_of_tokens_in_any_order(void **state) {
     (void)state;
     static const size_t n_tokens[] = {64, 65, 512, 0, 1, 512};
     lab_rule rule = some_rule(DPL_F32, 66);
@@ -273,17 +254,14 @@ static void any_number_of_tokens_in_any_order(void **state)
     for (size_t i = 0; i < DPL_COUNT(n_tokens); i++) {
         const size_t t = l->rule.t = n_tokens[i];
         int64_t expected = 0, total = 0;
-        for (size_t r = 0; r < t; r++)
-            expected += l->segment[r] = i % 2 == 0 || r % 3;
+        for (size_t r = 0; r < t; r++) expected += l->segment[r] = i % 2 == 0 || r % 3;
         u.ws_bytes = dpl_layer_workspace_bytes(u.layer, t);
         memset(u.ws + u.ws_bytes, 0xff, CANARY);
         assert_int_equal(forward(&u), DPL_OK);
         assert_int_equal(backward(&u), DPL_OK);
-        for (size_t e = 0; e < rule.rule.n_experts; e++)
-            total += u.counts[e];
+        for (size_t e = 0; e < rule.rule.n_experts; e++) total += u.counts[e];
         assert_int_equal(total, 3 * expected);
-        for (size_t c = 0; c < CANARY; c++)
-            assert_int_equal(u.ws[u.ws_bytes + c], 0xff);
+        for (size_t c = 0; c < CANARY; c++) assert_int_equal(u.ws[u.ws_bytes + c], 0xff);
     }
     assert_int_equal(dpl_layer_workspace_bytes(u.layer, SIZE_MAX / 2), 0);
     assert_int_equal(dpl_layer_workspace_bytes(u.layer, (size_t)INT32_MAX), 0);
@@ -296,8 +274,7 @@ static void any_number_of_tokens_in_any_order(void **state)
         assert_non_null(strstr(dpl_error_message(), text)); \
     } while (0)
 
-static void calls_are_checked(void **state)
-{
+static void calls_are_checked(void **state) {
     (void)state;
     const lab_rule rule = some_rule(DPL_F32, 67);
     user u;
@@ -333,8 +310,7 @@ static void calls_are_checked(void **state)
     close_user(&u);
 }
 
-static void configurations_are_checked(void **state)
-{
+static void configurations_are_checked(void **state) {
     (void)state;
     dpl_ctx *ctx = lab_ctx(1, false, NULL);
     dpl_layer *layer = NULL;
@@ -376,8 +352,7 @@ static void configurations_are_checked(void **state)
 
 // One dtype of tokens and weights, row-major and packed weights: y and dx; they must agree to the bit.
 static void multiply(dpl_ctx *ctx, const dpl_gemm_grouped *g, const void *x, const void *dy,
-                     const float *w, void *y, void *dx)
-{
+                     const float *w, void *y, void *dx) {
     const size_t ws_bytes = dpl_gemm_workspace_bytes(g);
     const size_t y_bytes = g->n_rows * g->n * dpl_dtype_bytes(g->tokens);
     const size_t x_bytes = g->n_rows * g->k * dpl_dtype_bytes(g->tokens);
@@ -406,8 +381,7 @@ static void multiply(dpl_ctx *ctx, const dpl_gemm_grouped *g, const void *x, con
     dpl_free(again);
 }
 
-static void to_bf16(const float *x, size_t n, uint16_t *y, float *exact)
-{
+static void to_bf16(const float *x, size_t n, uint16_t *y, float *exact) {
     for (size_t i = 0; i < n; i++) {
         y[i] = dpl_f32_to_bf16(x[i]);
         exact[i] = dpl_bf16_to_f32(y[i]);
@@ -416,8 +390,7 @@ static void to_bf16(const float *x, size_t n, uint16_t *y, float *exact)
 
 // bf16 tokens and weights give what fp32 gives from the rounded operands, rounded; weights are rounded
 // by the pack, from fp32.
-static void bf16_products_round_operands_and_result(void **state)
-{
+static void bf16_products_round_operands_and_result(void **state) {
     (void)state;
     enum { E = 3, N = 37, D = 41, T = 29 };
     static const int64_t offsets[E + 1] = {0, 11, 11, T};
@@ -425,12 +398,9 @@ static void bf16_products_round_operands_and_result(void **state)
     static float dw[2][E * N * D];
     static uint16_t w16[E * N * D], x16[T * D], dy16[T * N], y16[T * N], dx16[T * D];
     dpl_ctx *ctx = lab_ctx(2, false, NULL);
-    for (size_t i = 0; i < E * N * D; i++)
-        w[i] = (float)dpl_rng_normal(5, 1, i);
-    for (size_t i = 0; i < T * D; i++)
-        x[i] = (float)dpl_rng_normal(5, 2, i);
-    for (size_t i = 0; i < T * N; i++)
-        dy[i] = (float)dpl_rng_normal(5, 3, i);
+    for (size_t i = 0; i < E * N * D; i++) w[i] = (float)dpl_rng_normal(5, 1, i);
+    for (size_t i = 0; i < T * D; i++) x[i] = (float)dpl_rng_normal(5, 2, i);
+    for (size_t i = 0; i < T * N; i++) dy[i] = (float)dpl_rng_normal(5, 3, i);
     to_bf16(w, E * N * D, w16, w_exact);
     to_bf16(x, T * D, x16, x);
     to_bf16(dy, T * N, dy16, dy);
@@ -457,8 +427,7 @@ static void bf16_products_round_operands_and_result(void **state)
 }
 
 // The gradient of routing against the oracle is part of the layer's; here: what the public call refuses.
-static void router_backward_checks_its_ids(void **state)
-{
+static void router_backward_checks_its_ids(void **state) {
     (void)state;
     dpl_ctx *ctx = lab_ctx(1, false, NULL);
     const dpl_route_rule rule = lab_sigmoid(4, 2);
@@ -477,8 +446,7 @@ static void router_backward_checks_its_ids(void **state)
     dpl_ctx_close(&ctx);
 }
 
-int main(void)
-{
+int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(public_layer_equals_the_one_inside),
         cmocka_unit_test(passes_with_own_workspaces_interleave),

@@ -26,20 +26,17 @@
 
 static int failures; // of the running test; each is printed, so that one run shows them all
 
-static void check(bool good, const char *what, const char *name, double error)
-{
+static void check(bool good, const char *what, const char *name, double error) {
     if (good) return;
     failures++;
     print_error("%s: %s: off by %g\n", what, name, error);
 }
 
-static bool starts(const char *text, const char *with)
-{
+static bool starts(const char *text, const char *with) {
     return strncmp(text, with, strlen(with)) == 0;
 }
 
-static bool ends(const char *text, const char *with)
-{
+static bool ends(const char *text, const char *with) {
     const size_t n = strlen(text), m = strlen(with);
     return n >= m && strcmp(text + n - m, with) == 0;
 }
@@ -54,8 +51,7 @@ typedef struct tally {
 } tally;
 
 static void compare_out(tally *t, const oracle_set *out, const char *name, size_t n,
-                        const double *want)
-{
+                        const double *want) {
     const oracle_tensor *got = oracle_find(out, name);
     if (!got || (size_t)got->n != n) {
         check(false, t->what, name, INFINITY);
@@ -73,8 +69,7 @@ static void compare_out(tally *t, const oracle_set *out, const char *name, size_
 // noise (a softmax over one key has a gradient of 0 that arises from a difference). That of an expert without tokens
 // is exactly 0.
 static void compare_grad(tally *t, const kit *k, const char *name, size_t n, const double *want,
-                         double top_of_all)
-{
+                         double top_of_all) {
     const dpl_disk_tensor *tensor = kit_disk(k->model, name);
     if (!tensor || kit_elems(tensor) != n) {
         check(false, t->what, name, INFINITY);
@@ -96,8 +91,7 @@ static void compare_grad(tally *t, const kit *k, const char *name, size_t n, con
     free(got);
 }
 
-static bool is_output(const char *name, bool z_loss)
-{
+static bool is_output(const char *name, bool z_loss) {
     static const char *const others[] = {"loss", "mtp.loss", "aux.balance", "aux.router_z",
                                          "total_loss"};
     for (size_t i = 0; i < DPL_COUNT(others); i++)
@@ -107,8 +101,7 @@ static bool is_output(const char *name, bool z_loss)
 }
 
 // Rows of padding are nobody's business: what they hold is not compared, as long as it is finite.
-static void blank_padding(const scene *s, const oracle_tensor *want, oracle_tensor *got)
-{
+static void blank_padding(const scene *s, const oracle_tensor *want, oracle_tensor *got) {
     if (!s->segments || want->n_dims < 2 || want->shape[0] != s->n_batch ||
         want->shape[1] != s->n_seq || want->n != got->n)
         return;
@@ -119,8 +112,7 @@ static void blank_padding(const scene *s, const oracle_tensor *want, oracle_tens
 }
 
 static void compare_losses(const scene *s, const kit_result *r, const oracle_set *want,
-                           double bound, const char *what)
-{
+                           double bound, const char *what) {
     const struct {
         const char *name;
         double got;
@@ -138,8 +130,7 @@ static void compare_losses(const scene *s, const kit_result *r, const oracle_set
 }
 
 // Everything that the oracle computes.
-static void compare_with_oracle(kit *k, scene *s, double scale, const char *what)
-{
+static void compare_with_oracle(kit *k, scene *s, double scale, const char *what) {
     const oracle_batch batch = scene_oracle_batch(s);
     oracle_set want = {0};
     oracle_zero_grads(&s->params);
@@ -171,8 +162,7 @@ static void compare_with_oracle(kit *k, scene *s, double scale, const char *what
     oracle_set_close(&want);
 }
 
-static void random_models_equal_the_oracle(void **state)
-{
+static void random_models_equal_the_oracle(void **state) {
     (void)state;
     failures = 0;
     for (uint64_t seed = 1; seed <= 40; seed++) {
@@ -191,8 +181,7 @@ static void random_models_equal_the_oracle(void **state)
 }
 
 // The model that exercises most: packed documents, every auxiliary loss, two MTP depths.
-static oracle_config rich_config(void)
-{
+static oracle_config rich_config(void) {
     return (oracle_config){
         .V = 70,
         .D = 24,
@@ -229,8 +218,7 @@ static oracle_config rich_config(void)
 }
 
 // Named cases of which each has been wrong in some other program.
-static void known_cases_equal_the_oracle(void **state)
-{
+static void known_cases_equal_the_oracle(void **state) {
     (void)state;
     static const struct {
         const char *what;
@@ -266,8 +254,7 @@ static void known_cases_equal_the_oracle(void **state)
 }
 
 // Without any MoE layer the configuration needs no expert.
-static void dense_model_equals_the_oracle(void **state)
-{
+static void dense_model_equals_the_oracle(void **state) {
     (void)state;
     oracle_config c = rich_config();
     c.n_dense = c.L, c.mtp_layers = 0, c.balance_weight = 0, c.router_z_weight = 0;
@@ -286,29 +273,25 @@ static void dense_model_equals_the_oracle(void **state)
 
 /* ---- the reference files ---- */
 
-static double top_gradient(const fixture *want)
-{
+static double top_gradient(const fixture *want) {
     double top = 0;
     for (int i = 0; i < want->n; i++) {
         if (!starts(want->at[i].name, "grad.")) continue;
         double *values = fixture_values(&want->at[i]);
-        for (size_t j = 0; j < want->at[i].n; j++)
-            top = fmax(top, fabs(values[j]));
+        for (size_t j = 0; j < want->at[i].n; j++) top = fmax(top, fabs(values[j]));
         free(values);
     }
     return top;
 }
 
-static void compare_with_reference(kit *k, const fixture *want, const kit_result *r, tally *t)
-{
+static void compare_with_reference(kit *k, const fixture *want, const kit_result *r, tally *t) {
     static const char *const skipped[] = {"input_ids",     "labels",      "targets", "loss_mask",
                                           "rope.inv_freq", "mtp.targets", "adamw"};
     const double top = top_gradient(want);
     for (int i = 0; i < want->n; i++) {
         const fixture_tensor *tensor = &want->at[i];
         bool skip_it = ends(tensor->name, ".bias_next");
-        for (size_t j = 0; j < DPL_COUNT(skipped); j++)
-            skip_it |= starts(tensor->name, skipped[j]);
+        for (size_t j = 0; j < DPL_COUNT(skipped); j++) skip_it |= starts(tensor->name, skipped[j]);
         if (skip_it) continue;
         double *values = fixture_values(tensor);
         const double loss = strcmp(tensor->name, "loss") == 0         ? r->loss
@@ -320,15 +303,13 @@ static void compare_with_reference(kit *k, const fixture *want, const kit_result
                   fabs(loss - values[0]));
         else if (starts(tensor->name, "grad."))
             compare_grad(t, k, tensor->name + 5, tensor->n, values, top);
-        else
-            compare_out(t, &r->out, tensor->name, tensor->n, values);
+        else compare_out(t, &r->out, tensor->name, tensor->n, values);
         free(values);
     }
 }
 
 // The router bias after one update with this batch, in fp32.
-static void compare_bias(kit *k, const fixture *want, const char *what)
-{
+static void compare_bias(kit *k, const fixture *want, const char *what) {
     dpl_model_update_bias(k->model, 0.001);
     for (size_t layer = 0; layer < k->model->config.n_layers + k->model->config.n_mtp; layer++) {
         char name[64];
@@ -343,8 +324,7 @@ static void compare_bias(kit *k, const fixture *want, const char *what)
     }
 }
 
-static void reference_folders_are_reproduced(void **state)
-{
+static void reference_folders_are_reproduced(void **state) {
     const char *name = *state;
     if (!fixture_root()) skip();
     failures = 0;
@@ -378,8 +358,7 @@ typedef struct error_sum {
     double difference, want;
 } error_sum;
 
-static void add_errors(error_sum *e, size_t n, const float *got, const double *want)
-{
+static void add_errors(error_sum *e, size_t n, const float *got, const double *want) {
     for (size_t i = 0; i < n; i++) {
         e->difference += (got[i] - want[i]) * (got[i] - want[i]);
         e->want += want[i] * want[i];
@@ -389,8 +368,7 @@ static void add_errors(error_sum *e, size_t n, const float *got, const double *w
 // Every expert is chosen, so that no choice can flip. Each activation is rounded to bf16 (relative error of at most
 // 2^-9, RMS 2^-9 / sqrt(3)) some ten times a layer, errors add up as a random walk: forward over 2 layers, 2 MTP
 // layers and head about sqrt(50) of them, 1 %; the gradients see those of forward and backward, 2 %.
-static void bf16_stays_near_the_oracle(void **state)
-{
+static void bf16_stays_near_the_oracle(void **state) {
     (void)state;
     oracle_config c = rich_config();
     c.router.K = c.router.E, c.router.n_group = 1;
@@ -447,8 +425,7 @@ typedef struct bits { // all results of one pass
 } bits;
 
 static bool bits_of(const scene *s, dpl_dtype dtype, int n_threads, bool deferred,
-                    const char *level, bits *b)
-{
+                    const char *level, bits *b) {
     kit k;
     const dpl_model_config config = scene_config(&s->cfg);
     if (!kit_open(&config, dtype, &s->params, n_threads, deferred, level, &k)) return false;
@@ -466,28 +443,24 @@ static bool bits_of(const scene *s, dpl_dtype dtype, int n_threads, bool deferre
     return true;
 }
 
-static void bits_close(bits *b)
-{
+static void bits_close(bits *b) {
     test_free(b->grad), test_free(b->counts);
 }
 
-static void assert_bits_equal(const bits *a, const bits *b)
-{
+static void assert_bits_equal(const bits *a, const bits *b) {
     assert_memory_equal(&a->sums, &b->sums, sizeof a->sums);
     assert_memory_equal(a->grad, b->grad, a->n_grad * sizeof(float));
     assert_memory_equal(a->counts, b->counts, a->n_counts * sizeof(int64_t));
 }
 
 // Sizes beyond the blocks of every operator.
-static void scene_open_large(scene *s)
-{
+static void scene_open_large(scene *s) {
     oracle_config c = rich_config();
     c.V = 1500, c.D = 96, c.F_dense = 130, c.F_moe = 40, c.router.E = 16, c.H = 4;
     scene_open(&c, 77, 3, 150, true, s);
 }
 
-static void threads_and_queue_change_no_bit(void **state)
-{
+static void threads_and_queue_change_no_bit(void **state) {
     (void)state;
     static const char *const levels[] = {"ref", "avx2", "avx512"};
     scene s;
@@ -515,8 +488,7 @@ static void threads_and_queue_change_no_bit(void **state)
     scene_close(&s);
 }
 
-static void every_level_equals_the_oracle(void **state)
-{
+static void every_level_equals_the_oracle(void **state) {
     (void)state;
     static const char *const levels[] = {"ref", "avx2", "avx512"};
     failures = 0;
@@ -536,8 +508,7 @@ static void every_level_equals_the_oracle(void **state)
 
 // Two micro-batches after one another give the sum of their gradients: a second pass starts from the first one's
 // bits, so that accumulating the same batch from zero and from itself must agree within one rounding an addend.
-static void gradients_accumulate(void **state)
-{
+static void gradients_accumulate(void **state) {
     (void)state;
     const oracle_config c = rich_config();
     scene s;
@@ -563,8 +534,7 @@ static void gradients_accumulate(void **state)
     }
     print_message("accumulated: worst %.1e of %.1e\n", worst, top);
     assert_true(worst < 4e-7 * top);
-    for (size_t i = 0; i < 4 * E; i++)
-        assert_int_equal(k.model->counts[i], 2 * counts[i]);
+    for (size_t i = 0; i < 4 * E; i++) assert_int_equal(k.model->counts[i], 2 * counts[i]);
     // Zeroed, the gradients are the first ones again.
     dpl_model_zero_grads(k.model);
     check_ok(dpl_model_train_micro(k.model, &batch, &rule, 0.05, 0.02, 1, &again));
@@ -575,8 +545,7 @@ static void gradients_accumulate(void **state)
 }
 
 // Four rows at once, or two and two: the same counts, and gradients that differ by roundings of their sums.
-static void micro_batches_add_up_to_the_batch(void **state)
-{
+static void micro_batches_add_up_to_the_batch(void **state) {
     (void)state;
     oracle_config c = rich_config();
     c.balance_weight = c.router_z_weight = 0; // normalized in each micro-batch
@@ -622,8 +591,7 @@ static void micro_batches_add_up_to_the_batch(void **state)
 }
 
 // Padding of the flat arrays is no parameter: it stays zero in the gradients, so it does in the weights.
-static void padding_has_no_gradient(void **state)
-{
+static void padding_has_no_gradient(void **state) {
     (void)state;
     const oracle_config c = rich_config();
     scene s;
@@ -639,8 +607,7 @@ static void padding_has_no_gradient(void **state)
         assert_true(kit_elems(t) <= 65536);
         if (t->param) dpl_disk_scatter(t, p->grad, zeros);
     }
-    for (size_t i = 0; i < p->elems; i++)
-        assert_true(p->grad[i] == 0);
+    for (size_t i = 0; i < p->elems; i++) assert_true(p->grad[i] == 0);
     free(zeros);
     kit_close(&k);
     scene_close(&s);
@@ -648,8 +615,7 @@ static void padding_has_no_gradient(void **state)
 
 /* ---- evaluation ---- */
 
-static void evaluation_equals_training_and_changes_nothing(void **state)
-{
+static void evaluation_equals_training_and_changes_nothing(void **state) {
     (void)state;
     const oracle_config c = rich_config();
     for (int deferred = 0; deferred < 2; deferred++) {
@@ -676,8 +642,7 @@ static void evaluation_equals_training_and_changes_nothing(void **state)
             assert_true(sums.n_tokens == r.sums.n_tokens && sums.mtp_tokens == 0);
             const oracle_tensor *want = oracle_get(&r.out, "logits");
             assert_int_equal(want->n, n_logits);
-            for (size_t i = 0; i < n_logits; i++)
-                assert_true(logits[i] == (float)want->value[i]);
+            for (size_t i = 0; i < n_logits; i++) assert_true(logits[i] == (float)want->value[i]);
         }
         assert_memory_equal(counts, k.model->counts, layers * E * sizeof *counts);
         assert_memory_equal(bias, k.model->router_bias, layers * E * sizeof *bias);
@@ -697,8 +662,7 @@ static void evaluation_equals_training_and_changes_nothing(void **state)
 }
 
 // The bits of a row do not depend on the other rows of the batch.
-static void rows_are_independent(void **state)
-{
+static void rows_are_independent(void **state) {
     (void)state;
     const oracle_config c = rich_config();
     scene s;
@@ -725,8 +689,7 @@ static void rows_are_independent(void **state)
 
 /* ---- memory ---- */
 
-static size_t peak_of(const scene *s, bool train)
-{
+static size_t peak_of(const scene *s, bool train) {
     kit k;
     const dpl_model_config config = scene_config(&s->cfg);
     assert_true(kit_open(&config, DPL_F32, &s->params, 2, false, NULL, &k));
@@ -745,13 +708,11 @@ static size_t peak_of(const scene *s, bool train)
 }
 
 // What a layer keeps by the table of block.h, and the rest of a step beside it.
-static size_t planned_bytes(const scene *s)
-{
+static size_t planned_bytes(const scene *s) {
     const dpl_model_config c = scene_config(&s->cfg);
     const size_t T = (size_t)(s->n_batch * s->n_seq);
     size_t width = 8 * c.d + c.n_heads + 8;
-    for (int i = 0; i < DPL_ACT_N; i++)
-        width += dpl_act_width(&c, (dpl_act_id)i);
+    for (int i = 0; i < DPL_ACT_N; i++) width += dpl_act_width(&c, (dpl_act_id)i);
     const dpl_moe_shape moe = {.d = c.d,
                                .f = c.moe_f,
                                .shared_f = c.moe_f * c.n_shared,
@@ -762,8 +723,7 @@ static size_t planned_bytes(const scene *s)
     return (c.n_layers + c.n_mtp + 3) * layer + logits; // 3: temporaries of one layer's backward
 }
 
-static void memory_is_released_and_bounded(void **state)
-{
+static void memory_is_released_and_bounded(void **state) {
     (void)state;
     oracle_config c = rich_config();
     c.D = 64;
@@ -784,8 +744,7 @@ static void memory_is_released_and_bounded(void **state)
 
 /* ---- errors ---- */
 
-static void bad_batches_are_refused(void **state)
-{
+static void bad_batches_are_refused(void **state) {
     (void)state;
     const oracle_config c = rich_config();
     scene s;
@@ -828,16 +787,14 @@ static void bad_batches_are_refused(void **state)
     check_error(dpl_model_train_micro(k.model, &too_long, &rule, 1, 1, 1, &sums), DPL_EINVAL,
                 "a sequence of 7 tokens", "max_position_embeddings = 6");
 #undef REFUSED
-    for (size_t i = 0; i < k.model->params.elems; i++)
-        assert_true(k.model->params.grad[i] == 0);
+    for (size_t i = 0; i < k.model->params.elems; i++) assert_true(k.model->params.grad[i] == 0);
     check_ok(dpl_model_train_micro(k.model, &good, &rule, 1, 1, 1, &sums));
     kit_close(&k);
     scene_close(&s);
 }
 
 // One NaN: the message names the layer in which it arose and the tensor that holds it.
-static void expect_nan(const char *tensor, const char *layer)
-{
+static void expect_nan(const char *tensor, const char *layer) {
     oracle_config c = rich_config();
     c.L = 3;
     for (int deferred = 0; deferred < 2; deferred++) {
@@ -863,8 +820,7 @@ static void expect_nan(const char *tensor, const char *layer)
 }
 
 // The reservation of the step arena is made smaller than the pass needs: refused before anything is computed.
-static void a_pass_beyond_the_memory_is_refused(void **state)
-{
+static void a_pass_beyond_the_memory_is_refused(void **state) {
     (void)state;
     scene s;
     kit k;
@@ -885,8 +841,7 @@ static void a_pass_beyond_the_memory_is_refused(void **state)
     scene_close(&s);
 }
 
-static void nan_is_an_error_with_its_layer(void **state)
-{
+static void nan_is_an_error_with_its_layer(void **state) {
     (void)state;
     // After layer 1 the next router trips over the NaN; after the last layer nothing routes, so the loss does.
     static const struct {
@@ -900,14 +855,12 @@ static void nan_is_an_error_with_its_layer(void **state)
                  {"embedding", "model.embed_tokens.weight"},
                  {"", "model.layers.3.mlp.experts.1.down_proj.weight"},
                  {"", "model.layers.3.shared_head.norm.weight"}};
-    for (size_t i = 0; i < DPL_COUNT(cases); i++)
-        expect_nan(cases[i].tensor, cases[i].layer);
+    for (size_t i = 0; i < DPL_COUNT(cases); i++) expect_nan(cases[i].tensor, cases[i].layer);
 }
 
 /* ---- the router bias ---- */
 
-static void bias_moves_by_the_sign_of_the_summed_counts(void **state)
-{
+static void bias_moves_by_the_sign_of_the_summed_counts(void **state) {
     (void)state;
     oracle_config c = rich_config();
     c.router = (oracle_router){.E = 4, .K = 1, .n_group = 1, .group_best = 2, .scale = 1};
@@ -921,24 +874,20 @@ static void bias_moves_by_the_sign_of_the_summed_counts(void **state)
     // Two micro-batches whose counts cancel: the update after both is exactly nothing.
     const int64_t balanced[4] = {4, 4, 4, 4};
     memcpy(counts, balanced, sizeof balanced);
-    for (int e = 0; e < 4; e++)
-        bias[e] = 0.75f;
+    for (int e = 0; e < 4; e++) bias[e] = 0.75f;
     dpl_model_update_bias(k.model, 0.001);
-    for (int e = 0; e < 4; e++)
-        assert_true(bias[e] == 0.75f);
+    for (int e = 0; e < 4; e++) assert_true(bias[e] == 0.75f);
     // Mean 2: below, above, exactly the mean, below. Ten updates do not get lost in bf16.
     const int64_t uneven[4] = {1, 5, 2, 0};
     memcpy(counts, uneven, sizeof uneven);
-    for (int i = 0; i < 10; i++)
-        dpl_model_update_bias(k.model, 0.001);
+    for (int i = 0; i < 10; i++) dpl_model_update_bias(k.model, 0.001);
     assert_true(fabs(bias[0] - 0.760) < 1e-6 && fabs(bias[1] - 0.740) < 1e-6);
     assert_true(bias[2] == 0.75f && fabs(bias[3] - 0.760) < 1e-6);
     // A mean that is not a whole number, and counts that fp32 does not hold.
     const int64_t large[4] = {(int64_t)1 << 40, ((int64_t)1 << 40) + 1, (int64_t)1 << 40,
                               (int64_t)1 << 40};
     memcpy(counts, large, sizeof large);
-    for (int e = 0; e < 4; e++)
-        bias[e] = 0;
+    for (int e = 0; e < 4; e++) bias[e] = 0;
     dpl_model_update_bias(k.model, 0.5);
     assert_true(bias[0] == 0.5f && bias[1] == -0.5f && bias[2] == 0.5f && bias[3] == 0.5f);
     for (int e = 0; e < 4;
@@ -948,12 +897,9 @@ static void bias_moves_by_the_sign_of_the_summed_counts(void **state)
     scene_close(&s);
 }
 
-int main(void)
-{
-#define FOLDER(name)                                             \
-    {                                                            \
-        name, reference_folders_are_reproduced, NULL, NULL, name \
-    }
+int main(void) {
+#define FOLDER(name) \
+    { name, reference_folders_are_reproduced, NULL, NULL, name }
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(random_models_equal_the_oracle),
         cmocka_unit_test(known_cases_equal_the_oracle),

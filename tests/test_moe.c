@@ -17,8 +17,7 @@ static const char *const levels[] = {"ref", "avx2", "avx512"};
 static const lab_rule plain = {.t = 33, .d = 40, .f = 24, .seed = 11};
 
 // Shapes that are multiples of nothing, every kind of routing, with and without shared expert and bias.
-static size_t make_rules(dpl_dtype dtype, lab_rule rules[8])
-{
+static size_t make_rules(dpl_dtype dtype, lab_rule rules[8]) {
     size_t n = 0;
     lab_rule r = plain;
     r.dtype = dtype;
@@ -54,8 +53,7 @@ static size_t make_rules(dpl_dtype dtype, lab_rule rules[8])
 }
 
 // Relative RMS errors of y, dx and each gradient, from the same expert ids.
-static void check_errors(lab *l, double bound, const char *level)
-{
+static void check_errors(lab *l, double bound, const char *level) {
     static const char *const names[LAB_N] = {"router",      "gate",      "up",         "down",
                                              "shared gate", "shared up", "shared down"};
     lab_oracle(l, false);
@@ -73,14 +71,12 @@ static void check_errors(lab *l, double bound, const char *level)
 
 // Relative errors: in fp32 a dozen roundings in a row and sums, whose errors grow with the root of
 // their length; in bf16 the sums are fp32, and gate/up, hidden, rows and y are rounded to 9 bits.
-static double error_bound(const lab_rule *rule)
-{
+static double error_bound(const lab_rule *rule) {
     if (rule->dtype == DPL_BF16) return 4 * 0x1p-9;
     return 0x1p-24 * (12 + sqrt((double)(rule->d + rule->f + rule->t)));
 }
 
-static void compare_levels(dpl_dtype dtype)
-{
+static void compare_levels(dpl_dtype dtype) {
     for (size_t i = 0; i < DPL_COUNT(levels); i++) {
         dpl_ctx *ctx = lab_ctx(2, false, levels[i]);
         if (!ctx) {
@@ -102,20 +98,17 @@ static void compare_levels(dpl_dtype dtype)
     }
 }
 
-static void fp32_layer_equals_the_oracle(void **state)
-{
+static void fp32_layer_equals_the_oracle(void **state) {
     (void)state;
     compare_levels(DPL_F32);
 }
 
-static void bf16_layer_stays_within_its_roundings(void **state)
-{
+static void bf16_layer_stays_within_its_roundings(void **state) {
     (void)state;
     compare_levels(DPL_BF16);
 }
 
-static void choice_equals_the_oracle(void **state)
-{
+static void choice_equals_the_oracle(void **state) {
     (void)state;
     dpl_ctx *ctx = lab_ctx(2, false, NULL);
     lab_rule rules[8];
@@ -128,8 +121,7 @@ static void choice_equals_the_oracle(void **state)
         for (size_t i = 0; i < l.rule.t * l.rule.rule.top_k; i++)
             assert_int_equal(l.saved.ids[i], l.routing.ids[i]);
         int64_t total = 0;
-        for (size_t e = 0; e < l.rule.rule.n_experts; e++)
-            total += l.saved.ep.counts[e];
+        for (size_t e = 0; e < l.rule.rule.n_experts; e++) total += l.saved.ep.counts[e];
         assert_int_equal(total, l.rule.t * l.rule.rule.top_k);
         assert_int_equal(l.saved.n_rows, total);
         lab_close(&l);
@@ -137,8 +129,7 @@ static void choice_equals_the_oracle(void **state)
     dpl_ctx_close(&ctx);
 }
 
-static void auxiliary_losses_equal_the_oracle(void **state)
-{
+static void auxiliary_losses_equal_the_oracle(void **state) {
     (void)state;
     dpl_ctx *ctx = lab_ctx(2, false, NULL);
     static const dpl_balance_kind kinds[] = {DPL_BALANCE_SEQUENCE, DPL_BALANCE_BATCH,
@@ -163,8 +154,7 @@ static void auxiliary_losses_equal_the_oracle(void **state)
 }
 
 // sum of y * dy in fp64.
-static double objective(const lab *l)
-{
+static double objective(const lab *l) {
     double sum = 0;
     for (size_t i = 0; i < l->rule.t * l->rule.d; i++)
         sum += (double)lab_y(l, i) * (double)l->dy[i];
@@ -173,8 +163,7 @@ static double objective(const lab *l)
 
 // (L(v + h u) - L(v - h u)) / 2h against <gradient, u> for a random direction u.
 static void check_direction(lab *l, dpl_ctx *ctx, float *values, size_t n,
-                            float (*gradient)(const lab *, int, size_t), int id)
-{
+                            float (*gradient)(const lab *, int, size_t), int id) {
     const double h = 1e-3;
     double expected = 0, norm = 0;
     float *before = dpl_alloc_array(n, sizeof *before);
@@ -203,18 +192,15 @@ static void check_direction(lab *l, dpl_ctx *ctx, float *values, size_t n,
                  sqrt(norm));
 }
 
-static float gradient_of_weight(const lab *l, int id, size_t i)
-{
+static float gradient_of_weight(const lab *l, int id, size_t i) {
     return lab_grad(l, (lab_id)id, i);
 }
-static float gradient_of_x(const lab *l, int id, size_t i)
-{
+static float gradient_of_x(const lab *l, int id, size_t i) {
     (void)id;
     return l->dx[i];
 }
 
-static void gradients_are_the_slopes_of_the_output(void **state)
-{
+static void gradients_are_the_slopes_of_the_output(void **state) {
     (void)state;
     dpl_ctx *ctx = lab_ctx(2, false, NULL);
     lab_rule rule = {
@@ -230,8 +216,7 @@ static void gradients_are_the_slopes_of_the_output(void **state)
 }
 
 // Everything that a call gives, as one number.
-static uint64_t run_hash(const lab_rule *rule, int n_threads, bool deferred, const char *level)
-{
+static uint64_t run_hash(const lab_rule *rule, int n_threads, bool deferred, const char *level) {
     dpl_ctx *ctx = lab_ctx(n_threads, deferred, level);
     if (!ctx) return 0;
     lab l;
@@ -246,16 +231,14 @@ static uint64_t run_hash(const lab_rule *rule, int n_threads, bool deferred, con
     return hash;
 }
 
-static lab_rule big_rule(dpl_dtype dtype)
-{
+static lab_rule big_rule(dpl_dtype dtype) {
     lab_rule rule = {.t = 700, .d = 72, .f = 56, .shared_f = 40, .dtype = dtype, .seed = 41};
     rule.rule = lab_sigmoid(16, 4);
     rule.bias = true;
     return rule;
 }
 
-static void bits_do_not_depend_on_threads(void **state)
-{
+static void bits_do_not_depend_on_threads(void **state) {
     (void)state;
     static const int n_threads[] = {2, 3, 8};
     for (int dtype = 0; dtype < 2; dtype++)
@@ -267,8 +250,7 @@ static void bits_do_not_depend_on_threads(void **state)
         }
 }
 
-static void a_deferred_context_gives_the_same_bits(void **state)
-{
+static void a_deferred_context_gives_the_same_bits(void **state) {
     (void)state;
     for (int dtype = 0; dtype < 2; dtype++) {
         const lab_rule rule = big_rule((dpl_dtype)dtype);
@@ -276,8 +258,7 @@ static void a_deferred_context_gives_the_same_bits(void **state)
     }
 }
 
-static void row_bits_do_not_depend_on_other_tokens(void **state)
-{
+static void row_bits_do_not_depend_on_other_tokens(void **state) {
     (void)state;
     dpl_ctx *ctx = lab_ctx(2, false, NULL);
     for (int dtype = 0; dtype < 2; dtype++) {
@@ -308,8 +289,7 @@ static void row_bits_do_not_depend_on_other_tokens(void **state)
     dpl_ctx_close(&ctx);
 }
 
-static void no_tokens_is_a_call_like_any_other(void **state)
-{
+static void no_tokens_is_a_call_like_any_other(void **state) {
     (void)state;
     for (int deferred = 0; deferred < 2; deferred++) {
         dpl_ctx *ctx = lab_ctx(2, deferred, NULL);
@@ -319,18 +299,15 @@ static void no_tokens_is_a_call_like_any_other(void **state)
         lab_open(&rule, &l);
         assert_int_equal(lab_run(&l, ctx), DPL_OK);
         assert_int_equal(l.saved.n_rows, 0);
-        for (size_t e = 0; e < rule.rule.n_experts; e++)
-            assert_int_equal(l.saved.ep.counts[e], 0);
+        for (size_t e = 0; e < rule.rule.n_experts; e++) assert_int_equal(l.saved.ep.counts[e], 0);
         for (int id = 0; id < LAB_N; id++)
-            for (size_t i = 0; i < l.n[id]; i++)
-                assert_true(lab_grad(&l, (lab_id)id, i) == 0);
+            for (size_t i = 0; i < l.n[id]; i++) assert_true(lab_grad(&l, (lab_id)id, i) == 0);
         lab_close(&l);
         dpl_ctx_close(&ctx);
     }
 }
 
-static void several_ranks_are_refused_in_clear_words(void **state)
-{
+static void several_ranks_are_refused_in_clear_words(void **state) {
     (void)state;
     dpl_ctx *ctx = lab_ctx(1, false, NULL);
     lab_rule rule = {.t = 4, .d = 8, .f = 8, .rule = lab_sigmoid(4, 2), .seed = 51};
@@ -351,8 +328,7 @@ static void several_ranks_are_refused_in_clear_words(void **state)
     dpl_ctx_close(&ctx);
 }
 
-static void time_is_counted_by_phase(void **state)
-{
+static void time_is_counted_by_phase(void **state) {
     (void)state;
     dpl_ctx *ctx = lab_ctx(2, false, NULL);
     const lab_rule rule = big_rule(DPL_F32);
@@ -362,16 +338,14 @@ static void time_is_counted_by_phase(void **state)
     assert_int_equal(lab_run(&l, ctx), DPL_OK);
     static const dpl_phase used[] = {DPL_PHASE_GMM,      DPL_PHASE_GEMM,    DPL_PHASE_ROUTER,
                                      DPL_PHASE_DISPATCH, DPL_PHASE_COMBINE, DPL_PHASE_SWIGLU};
-    for (size_t i = 0; i < DPL_COUNT(used); i++)
-        assert_true(ctx->phase_s[used[i]] > 0);
+    for (size_t i = 0; i < DPL_COUNT(used); i++) assert_true(ctx->phase_s[used[i]] > 0);
     assert_int_equal(ctx->phase, DPL_PHASE_NORM);
     assert_true(ctx->phase_s[DPL_PHASE_NORM] == 0 && ctx->phase_s[DPL_PHASE_OTHER] == 0);
     lab_close(&l);
     dpl_ctx_close(&ctx);
 }
 
-int main(void)
-{
+int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(fp32_layer_equals_the_oracle),
         cmocka_unit_test(bf16_layer_stays_within_its_roundings),

@@ -20,21 +20,18 @@
 
 static dpl_config *config;
 
-static int open_defaults(void **state)
-{
+static int open_defaults(void **state) {
     (void)state;
     return dpl_config_open(NULL, &config) == DPL_OK ? 0 : -1;
 }
-static int close_config(void **state)
-{
+static int close_config(void **state) {
     (void)state;
     dpl_config_close(&config);
     return 0;
 }
 
 // 147: numbers as YAML and people write them.
-static void numbers(void **state)
-{
+static void numbers(void **state) {
     (void)state;
     static const struct {
         const char *text;
@@ -66,8 +63,7 @@ static void numbers(void **state)
     assert_int_equal(config->o.steps, 150001);
 }
 
-static void ranges_and_choices(void **state)
-{
+static void ranges_and_choices(void **state) {
     (void)state;
     check_error(dpl_config_set(config, "adam_b1=1"), DPL_EINVAL, "adam_b1", "0 .. 0.999999999");
     check_error(dpl_config_set(config, "ranks=2"), DPL_EINVAL, "ranks", "1 .. 1");
@@ -86,8 +82,7 @@ static void ranges_and_choices(void **state)
 }
 
 // 148: a key that does not exist is an error with the nearest one that does.
-static void unknown_keys(void **state)
-{
+static void unknown_keys(void **state) {
     (void)state;
     check_error(dpl_config_set(config, "learning_rte=1e-4"), DPL_EINVAL, "'learning_rte'",
                 "'learning_rate'");
@@ -108,8 +103,7 @@ static void unknown_keys(void **state)
 }
 
 // Keys of MaxText: what cannot change the result is ignored aloud, what would change it is refused.
-static void keys_of_maxtext(void **state)
-{
+static void keys_of_maxtext(void **state) {
     (void)state;
     scratch_log_start();
     check_ok(dpl_config_set(config, "hardware=cpu"));
@@ -122,8 +116,7 @@ static void keys_of_maxtext(void **state)
         "ici_fsdp_parallelism=-1", "mlp_activations=[\"silu\", \"linear\"]",
         "sparse_matmul=True",      "weight_dtype=float32",
         "model_name=default"};
-    for (size_t i = 0; i < DPL_COUNT(good); i++)
-        check_ok(dpl_config_set(config, good[i]));
+    for (size_t i = 0; i < DPL_COUNT(good); i++) check_ok(dpl_config_set(config, good[i]));
     static const char *const bad[][3] = {
         {"quantization=fp8", "quantization", "fp8"},
         {"capacity_factor=1.25", "capacity_factor", "-1"},
@@ -139,8 +132,7 @@ static void keys_of_maxtext(void **state)
 }
 
 // Every option's default is inside its own range, and what config.yml holds reads back as the same values.
-static void the_table_is_consistent(void **state)
-{
+static void the_table_is_consistent(void **state) {
     (void)state;
     dpl_option_info info;
     for (size_t i = 0; i < dpl_config_option_count(); i++) {
@@ -171,8 +163,7 @@ static void the_table_is_consistent(void **state)
 }
 
 // 149: a locale with a decimal comma changes neither reading nor writing.
-static void locale_with_commas(void **state)
-{
+static void locale_with_commas(void **state) {
     (void)state;
     static const char *const names[] = {"de_DE.UTF-8", "de_DE.utf8", "fr_FR.UTF-8", "de_DE"};
     bool found = false;
@@ -216,8 +207,7 @@ static void locale_with_commas(void **state)
 }
 
 // 150: routing that cannot be is found before anything is trained.
-static void impossible_models(void **state)
-{
+static void impossible_models(void **state) {
     (void)state;
     static const char *const bad[][3] = {
         {"num_experts_per_tok=9", "num_experts_per_tok", ""},
@@ -255,8 +245,7 @@ static void impossible_models(void **state)
 }
 
 // Options that exclude each other, or need each other.
-static void combinations(void **state)
-{
+static void combinations(void **state) {
     (void)state;
     dpl_ctx *ctx = run_ctx(1);
     dpl_trainer *t = NULL;
@@ -278,8 +267,7 @@ static void combinations(void **state)
 }
 
 // A model directory has the sizes; keys that were given must agree with it, the rest is taken over.
-static void sizes_of_a_directory(void **state)
-{
+static void sizes_of_a_directory(void **state) {
     (void)state;
     if (!fixture_root()) skip();
     const char *dir = fixture_path("maxtext_trajectory");
@@ -299,8 +287,7 @@ static void sizes_of_a_directory(void **state)
     check_error(dpl_config_adopt(config, dir, &model), DPL_EINVAL, "base_moe_mlp_dim=64", "32");
 }
 
-int main(void)
-{
+int main(void) {
 #define TEST(f) cmocka_unit_test_setup_teardown(f, open_defaults, close_config)
     const struct CMUnitTest tests[] = {
         TEST(numbers),

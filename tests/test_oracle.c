@@ -21,14 +21,13 @@
 
 // fixtures/README.md section 4, "float64 oracle with its own inv_freq".
 #define BOUND_HIDDEN 3e-7
-#define BOUND_GRAD 1e-6
-#define BOUND_LOSS 1e-8
-#define BOUND_ADAMW 1e-6
+#define BOUND_GRAD   1e-6
+#define BOUND_LOSS   1e-8
+#define BOUND_ADAMW  1e-6
 
 static int failures; // of the running test; each is printed, so that one run shows them all
 
-static void check(bool good, const char *model, const char *name, double error)
-{
+static void check(bool good, const char *model, const char *name, double error) {
     if (good) return;
     failures++;
     print_error("%s: %s: off by %g\n", model, name, error);
@@ -44,8 +43,7 @@ typedef struct given { // one reference folder
     fixture want;
 } given;
 
-static void given_open(const char *name, const char *config, given *g)
-{
+static void given_open(const char *name, const char *config, given *g) {
     assert_true(oracle_config_load(fixture_path("%s/%s", name, config), &g->cfg));
     assert_true(oracle_params_load(fixture_path("%s", name), &g->params));
     assert_true(fixture_open(fixture_path("%s/reference.safetensors", name), &g->want));
@@ -55,18 +53,16 @@ static void given_open(const char *name, const char *config, given *g)
     g->batch = (oracle_batch){shape->shape[0], shape->shape[1], g->ids, g->targets, NULL};
 }
 
-static void given_close(given *g)
-{
+static void given_close(given *g) {
     oracle_set_close(&g->params);
     fixture_close(&g->want);
     free(g->ids), free(g->targets);
 }
 
 // The bound of a tensor of the reference; negative: it is no output of the oracle.
-static double bound_of(const char *name)
-{
-    const char *not_outputs[] = {"input_ids", "labels", "targets", "loss_mask", "rope.inv_freq",
-                                 "mtp.targets", "grad.", "adamw"};
+static double bound_of(const char *name) {
+    const char *not_outputs[] = {"input_ids",     "labels",      "targets", "loss_mask",
+                                 "rope.inv_freq", "mtp.targets", "grad.",   "adamw"};
     for (size_t i = 0; i < sizeof not_outputs / sizeof *not_outputs; i++) {
         if (strncmp(name, not_outputs[i], strlen(not_outputs[i])) == 0) return -1;
     }
@@ -76,8 +72,7 @@ static double bound_of(const char *name)
     return strncmp(name, "dhidden", 7) == 0 ? BOUND_GRAD : BOUND_HIDDEN;
 }
 
-static void compare_outputs(const char *model, const given *g, const oracle_set *out)
-{
+static void compare_outputs(const char *model, const given *g, const oracle_set *out) {
     int n_compared = 0;
     double worst = 0;
     for (int i = 0; i < g->want.n; i++) {
@@ -104,8 +99,7 @@ static void compare_outputs(const char *model, const given *g, const oracle_set 
     assert_true(n_compared >= 20);
 }
 
-static void compare_grads(const char *model, const given *g)
-{
+static void compare_grads(const char *model, const given *g) {
     int n_compared = 0, n_wanted = 0;
     double worst = 0;
     for (int i = 0; i < g->want.n; i++) n_wanted += strncmp(g->want.at[i].name, "grad.", 5) == 0;
@@ -125,8 +119,7 @@ static void compare_grads(const char *model, const given *g)
     assert_int_equal(n_compared, n_wanted);
 }
 
-static void compare_rope(const char *model, const given *g)
-{
+static void compare_rope(const char *model, const given *g) {
     size_t n;
     double *want = fixture_f64(&g->want, "rope.inv_freq", &n), amplitude;
     double *got = calloc(n, sizeof *got);
@@ -139,8 +132,7 @@ static void compare_rope(const char *model, const given *g)
     free(want), free(got);
 }
 
-static void compare_adamw(const char *model, given *g)
-{
+static void compare_adamw(const char *model, given *g) {
     const oracle_adamw opt = {1e-3, 0.9, 0.95, 1e-8, 0, 0.1};
     double worst = 0;
     int n_compared = 0;
@@ -169,8 +161,7 @@ static void compare_adamw(const char *model, given *g)
     print_message("%s: %d parameters after AdamW, worst error %.1e\n", model, n_compared, worst);
 }
 
-static void test_transformers(void **state)
-{
+static void test_transformers(void **state) {
     const char *model = *state;
     if (!fixture_root()) skip();
     const char *configs[] = {"config.json", "config.legacy.json"};
@@ -192,23 +183,20 @@ static void test_transformers(void **state)
 
 /* ---- ten steps of MaxText ---- */
 
-static double metric(const json_t *line, const char *key)
-{
+static double metric(const json_t *line, const char *key) {
     const json_t *value = json_object_get(line, key);
     assert_true(json_is_number(value));
     return json_number_value(value);
 }
 
 // Warm-up over 2 of 10 steps, then a cosine from 1e-3 to 1e-4 (maxtext-semantics.md section 6).
-static double rate_at(int t)
-{
+static double rate_at(int t) {
     if (t < 2) return 1e-3 * t / 2;
     const double a = (1 + cos(acos(-1.0) * (t - 2) / 7)) / 2;
     return 1e-3 * a + 1e-4 * (1 - a);
 }
 
-static void check_line(const json_t *line, int t, double loss, double norm)
-{
+static void check_line(const json_t *line, int t, double loss, double norm) {
     const struct {
         const char *key;
         double got, bound;
@@ -222,8 +210,7 @@ static void check_line(const json_t *line, int t, double loss, double norm)
     }
 }
 
-static void test_maxtext(void **state)
-{
+static void test_maxtext(void **state) {
     (void)state;
     if (!fixture_root()) skip();
     failures = 0;
@@ -248,8 +235,8 @@ static void test_maxtext(void **state)
         const oracle_adamw opt = {rate_at(t), 0.9, 0.95, 1e-8, 0, 0.1};
         oracle_adamw_step(&opt, t + 1, &params);
         for (int l = cfg.n_dense; l < cfg.L; l++) {
-            oracle_tensor *bias =
-                oracle_get(&params, "model.layers.%d.mlp.gate.e_score_correction_bias", l);
+            oracle_tensor *bias = oracle_get(&params,
+                                             "model.layers.%d.mlp.gate.e_score_correction_bias", l);
             oracle_bias_update(bias->n, 0.001, oracle_get(&out, "router.%d.counts", l)->value,
                                bias->value);
         }
@@ -263,7 +250,8 @@ static void test_maxtext(void **state)
     for (int i = 0; i < (cfg.L - cfg.n_dense) * cfg.router.E; i++) {
         const int l = i / cfg.router.E, e = i % cfg.router.E;
         const double got = oracle_get(&params, "model.layers.%d.mlp.gate.e_score_correction_bias",
-                                      cfg.n_dense + l)->value[e];
+                                      cfg.n_dense + l)
+                               ->value[e];
         json_t *row = json_array_get(want, (size_t)l);
         const double error = fabs(got - json_number_value(json_array_get(row, (size_t)e)));
         check(error < 1e-8, "maxtext_trajectory", "router bias", error);
@@ -279,16 +267,36 @@ static void test_maxtext(void **state)
 
 enum { B = 2, S = 11 };
 
-static oracle_config small_config(void)
-{
+static oracle_config small_config(void) {
     return (oracle_config){
-        .V = 17, .D = 12, .L = 2, .H = 2, .n_dense = 1, .F_dense = 9, .F_moe = 5, .n_shared = 2,
-        .router = {.E = 8, .K = 3, .n_group = 4, .topk_group = 2, .group_best = 2,
-                   .norm_topk = true, .scale = 2.5},
-        .q_lora = 6, .kv_lora = 5, .nope = 4, .rope = 6, .v_dim = 3,
-        .eps = 1e-3, .latent_eps = 1e-6,
-        .attention_bias = true, .rope_interleave = true, .rope_theta = 100,
-        .mtp_layers = 2, .mtp_weight = 0.3, .bias_rate = 0.001,
+        .V = 17,
+        .D = 12,
+        .L = 2,
+        .H = 2,
+        .n_dense = 1,
+        .F_dense = 9,
+        .F_moe = 5,
+        .n_shared = 2,
+        .router = {.E = 8,
+                   .K = 3,
+                   .n_group = 4,
+                   .topk_group = 2,
+                   .group_best = 2,
+                   .norm_topk = true,
+                   .scale = 2.5},
+        .q_lora = 6,
+        .kv_lora = 5,
+        .nope = 4,
+        .rope = 6,
+        .v_dim = 3,
+        .eps = 1e-3,
+        .latent_eps = 1e-6,
+        .attention_bias = true,
+        .rope_interleave = true,
+        .rope_theta = 100,
+        .mtp_layers = 2,
+        .mtp_weight = 0.3,
+        .bias_rate = 0.001,
     };
 }
 
@@ -298,8 +306,7 @@ typedef struct packed {
     int ids[B * S], targets[B * S], segments[B * S];
 } packed;
 
-static packed packed_make(uint64_t seed, int V)
-{
+static packed packed_make(uint64_t seed, int V) {
     static const int lengths[B][3] = {{4, 6, 1}, {5, 3, 0}};
     packed p;
     for (int b = 0; b < B; b++) {
@@ -321,8 +328,7 @@ static packed packed_make(uint64_t seed, int V)
 }
 
 static double loss_at(const oracle_config *cfg, oracle_set *params, const oracle_batch *batch,
-                      double *where, double step)
-{
+                      double *where, double step) {
     const double before = *where;
     *where = before + step;
     const double loss = oracle_run(cfg, params, batch, false, NULL);
@@ -331,8 +337,7 @@ static double loss_at(const oracle_config *cfg, oracle_set *params, const oracle
 }
 
 // Four elements of every tensor: its largest gradient and three others.
-static void differentiate(const char *what, const oracle_config *cfg, uint64_t seed)
-{
+static void differentiate(const char *what, const oracle_config *cfg, uint64_t seed) {
     oracle_set params;
     oracle_params_random(cfg, seed, &params);
     const packed p = packed_make(seed, cfg->V);
@@ -353,21 +358,21 @@ static void differentiate(const char *what, const oracle_config *cfg, uint64_t s
             const int i = k == 0 ? top : (int)(u * t->n);
             const double h = 1e-5;
             const double slope = (loss_at(cfg, &params, &batch, &t->value[i], h) -
-                                  loss_at(cfg, &params, &batch, &t->value[i], -h)) / (2 * h);
+                                  loss_at(cfg, &params, &batch, &t->value[i], -h)) /
+                                 (2 * h);
             const double error = fabs(slope - t->grad[i]) / fmax(size, 1e-3);
             check(error < 1e-6, what, t->name, error);
             worst = fmax(worst, error);
             n_checked++;
         }
     }
-    print_message("%s, seed %d: %d elements, %d tensors without gradient, worst error %.1e\n",
-                  what, (int)seed, n_checked, n_zero, worst);
+    print_message("%s, seed %d: %d elements, %d tensors without gradient, worst error %.1e\n", what,
+                  (int)seed, n_checked, n_zero, worst);
     oracle_set_close(&params);
     assert_true(n_zero < n_tensors / 4); // unused experts; more would say that little was tested
 }
 
-static void test_differences(void **state)
-{
+static void test_differences(void **state) {
     (void)state;
     failures = 0;
     const oracle_config plain = small_config();
@@ -392,8 +397,7 @@ static void test_differences(void **state)
 
 /* ---- two ways that must agree ---- */
 
-static double grad_difference(const oracle_set *a, const oracle_set *b)
-{
+static double grad_difference(const oracle_set *a, const oracle_set *b) {
     double worst = 0;
     for (int i = 0; i < a->n; i++) {
         const oracle_tensor *t = oracle_get(b, "%s", a->at[i].name);
@@ -404,8 +408,7 @@ static double grad_difference(const oracle_set *a, const oracle_set *b)
 
 // Packed documents equal the same documents one to a row, padded: losses and gradients, auxiliary
 // ones of batch scope included.
-static void test_packing(void **state)
-{
+static void test_packing(void **state) {
     (void)state;
     oracle_config cfg = small_config();
     cfg.balance_weight = 0.7, cfg.balance_batch = true, cfg.router_z_weight = 0.3;
@@ -437,8 +440,7 @@ static void test_packing(void **state)
 
 // The z-loss of the head is in `loss`, over positions with a target, and not in mtp.loss; padding gets
 // nothing from attention but the bias; the total is the sum of its parts.
-static void test_loss_parts(void **state)
-{
+static void test_loss_parts(void **state) {
     (void)state;
     oracle_config cfg = small_config();
     oracle_set params, plain = {0}, with = {0};
@@ -464,7 +466,8 @@ static void test_loss_parts(void **state)
     }
     const double grown = oracle_get(&with, "loss")->value[0] - oracle_get(&plain, "loss")->value[0];
     assert_true(fabs(grown - z / n) < 1e-12);
-    assert_true(oracle_get(&with, "mtp.loss")->value[0] == oracle_get(&plain, "mtp.loss")->value[0]);
+    assert_true(oracle_get(&with, "mtp.loss")->value[0] ==
+                oracle_get(&plain, "mtp.loss")->value[0]);
     const double *bias = oracle_get(&params, "model.layers.1.self_attn.o_proj.bias")->value;
     const double *last = oracle_get(&plain, "attn.1")->value + (B * S - 1) * cfg.D;
     assert_int_equal(p.segments[B * S - 1], 0);
@@ -473,8 +476,7 @@ static void test_loss_parts(void **state)
 }
 
 // A batch in which nothing has a target: loss 0, gradients exactly 0.
-static void test_no_targets(void **state)
-{
+static void test_no_targets(void **state) {
     (void)state;
     const oracle_config cfg = small_config();
     oracle_set params;
@@ -491,10 +493,9 @@ static void test_no_targets(void **state)
 
 /* ---- single pieces with values worked out by hand ---- */
 
-static void test_gemm(void **state)
-{
+static void test_gemm(void **state) {
     (void)state;
-    const double a[6] = {1, 2, 3, 4, 5, 6}, at[6] = {1, 4, 2, 5, 3, 6};  // (2, 3)
+    const double a[6] = {1, 2, 3, 4, 5, 6}, at[6] = {1, 4, 2, 5, 3, 6};   // (2, 3)
     const double b[6] = {1, 0, 2, 1, -1, 3}, bt[6] = {1, 2, -1, 0, 1, 3}; // (3, 2)
     const double want[4] = {3, 12, 9, 24};                                // 1 + a b
     for (int i = 0; i < 4; i++) {
@@ -504,8 +505,7 @@ static void test_gemm(void **state)
     }
 }
 
-static void test_route(void **state)
-{
+static void test_route(void **state) {
     (void)state;
     oracle_router r = {.E = 6, .K = 2, .n_group = 1, .group_best = 2, .scale = 3};
     r.norm_topk = true;
@@ -538,8 +538,7 @@ static void test_route(void **state)
 }
 
 // A perfectly balanced router: MaxText's loss is its weight, and so is Megatron's; z = log(E)^2.
-static void test_balanced(void **state)
-{
+static void test_balanced(void **state) {
     (void)state;
     oracle_config c = {.router = {.E = 4, .K = 2, .n_group = 1, .scale = 1}};
     c.balance_weight = 0.01, c.router_z_weight = 0.5;
@@ -570,8 +569,7 @@ static void test_balanced(void **state)
 
 // One MoE layer by itself, with given ids of which some are -1: a skipped slot adds nothing, an
 // expert without rows has a gradient of exactly 0, and dx agrees with finite differences.
-static void test_moe_layer(void **state)
-{
+static void test_moe_layer(void **state) {
     (void)state;
     enum { T = 4, D = 5, F = 3, E = 4, K = 2 };
     double w[E * D], dw[E * D] = {0}, e_w[E][3][F * D], e_dw[E][3][F * D] = {0};
@@ -582,14 +580,19 @@ static void test_moe_layer(void **state)
         for (int i = 0; i < 3 * F * D; i++) {
             (&e_w[e][0][0])[i] = oracle_random(2 + (uint64_t)e, (uint64_t)i);
         }
-        experts[e] = (oracle_mlp){F, e_w[e][0], e_w[e][1], e_w[e][2],
+        experts[e] = (oracle_mlp){F,          e_w[e][0],  e_w[e][1], e_w[e][2],
                                   e_dw[e][0], e_dw[e][1], e_dw[e][2]};
     }
     for (int i = 0; i < T * D; i++) {
         x[i] = oracle_random(8, (uint64_t)i), dy[i] = oracle_random(9, (uint64_t)i);
     }
     const oracle_moe m = {{.E = E, .K = K, .n_group = 1, .norm_topk = true, .scale = 2},
-                          D, w, NULL, dw, experts, {0}};
+                          D,
+                          w,
+                          NULL,
+                          dw,
+                          experts,
+                          {0}};
     const int chosen[T * K] = {0, -1, -1, -1, 3, 1, -1, 0};
     double sums[2];
     for (int i = 0; i < T * D; i++) {
@@ -615,8 +618,7 @@ static void test_moe_layer(void **state)
     assert_true(e_dw[3][0][0] != 0 && fabs(dw[0]) < 1e-12 && fabs(dw[3 * D]) > 1e-6);
 }
 
-int main(void)
-{
+int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_gemm),
         cmocka_unit_test(test_route),

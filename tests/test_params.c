@@ -15,8 +15,7 @@
 #include "modelkit.h"
 #include "scratch.h"
 
-static oracle_config small_config(void)
-{
+static oracle_config small_config(void) {
     return (oracle_config){
         .V = 70,
         .D = 24,
@@ -40,16 +39,14 @@ static oracle_config small_config(void)
     };
 }
 
-static void open_plain(const oracle_config *c, dpl_dtype dtype, int n_threads, kit *k)
-{
+static void open_plain(const oracle_config *c, dpl_dtype dtype, int n_threads, kit *k) {
     const dpl_model_config config = scene_config(c);
     assert_true(kit_open(&config, dtype, NULL, n_threads, false, NULL, k));
 }
 
 /* ---- names and shapes ---- */
 
-static void names_are_those_of_the_reference_folders(void **state)
-{
+static void names_are_those_of_the_reference_folders(void **state) {
     (void)state;
     if (!fixture_root()) skip();
     static const char *const folders[] = {
@@ -76,8 +73,7 @@ static void names_are_those_of_the_reference_folders(void **state)
 }
 
 // Every trainable element is on disk once, and the counts of config.c agree with the table.
-static void counts_agree_with_the_table(void **state)
-{
+static void counts_agree_with_the_table(void **state) {
     (void)state;
     for (uint64_t seed = 1; seed <= 20; seed++) {
         scene s;
@@ -101,8 +97,7 @@ static void counts_agree_with_the_table(void **state)
     }
 }
 
-static void tied_embedding_is_one_tensor(void **state)
-{
+static void tied_embedding_is_one_tensor(void **state) {
     (void)state;
     oracle_config c = small_config();
     kit untied, tied;
@@ -129,8 +124,7 @@ static void tied_embedding_is_one_tensor(void **state)
     kit_close(&tied);
 }
 
-static void messages_name_tensors(void **state)
-{
+static void messages_name_tensors(void **state) {
     (void)state;
     const oracle_config c = small_config();
     kit k;
@@ -147,13 +141,11 @@ static void messages_name_tensors(void **state)
 
 /* ---- rows and panels ---- */
 
-static float mark_of(size_t tensor, size_t element)
-{
+static float mark_of(size_t tensor, size_t element) {
     return (float)(1 + tensor * 2000 + element); // exact: below 2^24
 }
 
-static void rows_survive_the_way_to_panels_and_back(void **state)
-{
+static void rows_survive_the_way_to_panels_and_back(void **state) {
     (void)state;
     const oracle_config c = small_config();
     kit k;
@@ -168,19 +160,16 @@ static void rows_survive_the_way_to_panels_and_back(void **state)
             assert_true(n <= 2000);
             float values[2000];
             if (pass == 0) {
-                for (size_t j = 0; j < n; j++)
-                    values[j] = mark_of(i, j);
+                for (size_t j = 0; j < n; j++) values[j] = mark_of(i, j);
                 dpl_disk_scatter(t, flat, values);
                 n_elems += n;
                 continue;
             }
             dpl_disk_gather(t, flat, values); // nobody else wrote there
-            for (size_t j = 0; j < n; j++)
-                assert_true(values[j] == mark_of(i, j));
+            for (size_t j = 0; j < n; j++) assert_true(values[j] == mark_of(i, j));
         }
     }
-    for (size_t i = 0; i < k.model->params.elems; i++)
-        n_filled += flat[i] != 0;
+    for (size_t i = 0; i < k.model->params.elems; i++) n_filled += flat[i] != 0;
     assert_int_equal(n_filled, n_elems);
     for (size_t i = 0; i < k.model->params.n; i++)
         assert_int_equal(k.model->params.list[i].offset % 16, 0);
@@ -189,8 +178,7 @@ static void rows_survive_the_way_to_panels_and_back(void **state)
 }
 
 // What a weight does is what its rows on disk say, square or not: y = x W^T with a unit vector gives a column.
-static void check_column(kit *k, const char *name, size_t column)
-{
+static void check_column(kit *k, const char *name, size_t column) {
     const dpl_disk_tensor *t = kit_disk(k->model, name);
     const size_t rows = (size_t)t->shape[0], n = t->param->n, cols = t->param->k;
     float x[64] = {0}, y[64];
@@ -207,8 +195,7 @@ static void check_column(kit *k, const char *name, size_t column)
     }
 }
 
-static void square_experts_are_not_transposed(void **state)
-{
+static void square_experts_are_not_transposed(void **state) {
     (void)state;
     for (int half = 0; half < 2; half++) { // F = D, and 2 F = D
         oracle_config c = small_config();
@@ -238,8 +225,7 @@ static void square_experts_are_not_transposed(void **state)
 /* ---- initial values ---- */
 
 // Equal bits of the tensors that two models have in common; returns their number.
-static int compare_common(const kit *a, const kit *b, const char *part)
-{
+static int compare_common(const kit *a, const kit *b, const char *part) {
     int n = 0;
     for (size_t i = 0; i < a->model->n_disk; i++) {
         const dpl_disk_tensor *t = &a->model->disk[i], *u = kit_disk(b->model, t->name);
@@ -253,8 +239,7 @@ static int compare_common(const kit *a, const kit *b, const char *part)
     return n;
 }
 
-static void initial_values_depend_on_seed_and_name_alone(void **state)
-{
+static void initial_values_depend_on_seed_and_name_alone(void **state) {
     (void)state;
     oracle_config c = small_config();
     kit one, other;
@@ -297,8 +282,7 @@ typedef struct statistics {
     double mean, std, top;
 } statistics;
 
-static statistics measure(const kit *k, const dpl_disk_tensor *t)
-{
+static statistics measure(const kit *k, const dpl_disk_tensor *t) {
     statistics s = {0};
     const size_t n = kit_elems(t);
     float *x = kit_gather(t, k->model->params.master);
@@ -313,8 +297,7 @@ static statistics measure(const kit *k, const dpl_disk_tensor *t)
 }
 
 // Sizes such that each tensor has thousands of elements and no two fans are equal.
-static oracle_config wide_config(void)
-{
+static oracle_config wide_config(void) {
     oracle_config c = small_config();
     c.V = 300, c.D = 96, c.F_dense = 110, c.F_moe = 50, c.n_shared = 2, c.q_lora = 70;
     c.kv_lora = 60, c.H = 4, c.nope = 20, c.rope = 10, c.v_dim = 18, c.router.E = 32;
@@ -348,8 +331,7 @@ static const expected table[] = {
     {"model.layers.2.eh_proj.weight", 192, 192, true},
 };
 
-static void check_statistics(const kit *k, const char *name, double std, bool truncated)
-{
+static void check_statistics(const kit *k, const char *name, double std, bool truncated) {
     const dpl_disk_tensor *t = kit_disk(k->model, name);
     if (!t) fail_msg("no tensor %s", name);
     const double n = (double)kit_elems(t);
@@ -362,24 +344,20 @@ static void check_statistics(const kit *k, const char *name, double std, bool tr
         fail_msg("%s: largest %g, cut at %g: %d", name, s.top, cut, truncated);
 }
 
-static void check_constants(const kit *k)
-{
+static void check_constants(const kit *k) {
     for (size_t i = 0; i < k->model->n_disk; i++) {
         const dpl_disk_tensor *t = &k->model->disk[i];
         if (!t->param || t->rank != 1) continue;
         const bool one = strstr(t->name, "norm.weight") != NULL;
         float *x = kit_gather(t, k->model->params.master);
-        for (size_t j = 0; j < kit_elems(t); j++)
-            assert_true(x[j] == (one ? 1 : 0));
+        for (size_t j = 0; j < kit_elems(t); j++) assert_true(x[j] == (one ? 1 : 0));
         free(x);
     }
     const size_t n = k->model->config.n_experts * 3;
-    for (size_t i = 0; i < n; i++)
-        assert_true(k->model->router_bias[i] == 0);
+    for (size_t i = 0; i < n; i++) assert_true(k->model->router_bias[i] == 0);
 }
 
-static void initial_values_have_the_deviation_of_their_rule(void **state)
-{
+static void initial_values_have_the_deviation_of_their_rule(void **state) {
     (void)state;
     const oracle_config c = wide_config();
     kit k;
@@ -397,8 +375,7 @@ static void initial_values_have_the_deviation_of_their_rule(void **state)
     }
     // Padding is still zero: as many elements differ from zero as there are parameters with values.
     size_t n_filled = 0, n_elems = 0;
-    for (size_t i = 0; i < k.model->params.elems; i++)
-        n_filled += k.model->params.master[i] != 0;
+    for (size_t i = 0; i < k.model->params.elems; i++) n_filled += k.model->params.master[i] != 0;
     for (size_t i = 0; i < k.model->n_disk; i++) {
         const dpl_disk_tensor *t = &k.model->disk[i];
         const bool bias = t->rank == 1 && !strstr(t->name, "norm.weight");
@@ -409,8 +386,7 @@ static void initial_values_have_the_deviation_of_their_rule(void **state)
 }
 
 // A tied embedding is a head too: its fan is D, but 1 where MaxText's values are wanted.
-static void tied_embedding_has_its_own_deviation(void **state)
-{
+static void tied_embedding_has_its_own_deviation(void **state) {
     (void)state;
     oracle_config c = wide_config();
     c.tied = true;
@@ -425,8 +401,7 @@ static void tied_embedding_has_its_own_deviation(void **state)
 
 /* ---- memory ---- */
 
-static void every_failing_allocation_is_an_error(void **state)
-{
+static void every_failing_allocation_is_an_error(void **state) {
     (void)state;
     const oracle_config c = small_config();
     const dpl_model_config config = scene_config(&c);
@@ -453,8 +428,7 @@ static void every_failing_allocation_is_an_error(void **state)
     dpl_ctx_close(&ctx);
 }
 
-int main(void)
-{
+int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(names_are_those_of_the_reference_folders),
         cmocka_unit_test(counts_agree_with_the_table),

@@ -22,8 +22,7 @@
 
 static const char *const levels[] = {"ref", "avx2", "avx512"};
 
-static dpl_ctx *open_ctx(const char *level, int n_threads, bool deferred)
-{
+static dpl_ctx *open_ctx(const char *level, int n_threads, bool deferred) {
     setenv("DPL_CPU", level, 1);
     dpl_ctx *ctx = NULL;
     if (dpl_ctx_create(n_threads, deferred, 0, &ctx) != DPL_OK) return NULL; // not this machine
@@ -31,35 +30,29 @@ static dpl_ctx *open_ctx(const char *level, int n_threads, bool deferred)
 }
 
 // An output: every byte 0xff, followed by a canary.
-static void *output(size_t n, size_t size)
-{
+static void *output(size_t n, size_t size) {
     void *p = malloc((n + CANARY) * size);
     memset(p, 0xff, (n + CANARY) * size);
     return p;
 }
 
-static bool all_ones(const void *p, size_t bytes)
-{
+static bool all_ones(const void *p, size_t bytes) {
     for (size_t i = 0; i < bytes; i++)
         if (((const uint8_t *)p)[i] != 0xff) return false;
     return true;
 }
 
-static void check_canary(const void *p, size_t n, size_t size)
-{
+static void check_canary(const void *p, size_t n, size_t size) {
     assert_true(all_ones((const uint8_t *)p + n * size, CANARY * size));
 }
 
-static float *normals(uint64_t stream, size_t n, float size)
-{
+static float *normals(uint64_t stream, size_t n, float size) {
     float *x = malloc((n + 1) * sizeof *x);
-    for (size_t i = 0; i < n; i++)
-        x[i] = size * (float)dpl_rng_normal(SEED, stream, i);
+    for (size_t i = 0; i < n; i++) x[i] = size * (float)dpl_rng_normal(SEED, stream, i);
     return x;
 }
 
-static void assert_near(double got, double want, double bound)
-{
+static void assert_near(double got, double want, double bound) {
     if (!(fabs(got - want) <= bound))
         print_error("got %.9g, want %.9g, bound %g\n", got, want, bound);
     assert_true(fabs(got - want) <= bound);
@@ -76,8 +69,7 @@ typedef struct routing {
     int32_t *ids, bad_row;
 } routing;
 
-static void routing_open(routing *r, dpl_route_rule rule, size_t t, bool bias, bool padding)
-{
+static void routing_open(routing *r, dpl_route_rule rule, size_t t, bool bias, bool padding) {
     const size_t n = t * rule.n_experts, n_slots = t * rule.top_k;
     *r = (routing){.rule = rule, .t = t, .logits = normals(1, n, 1.5f), .bad_row = 99};
     if (bias) r->bias = normals(2, rule.n_experts, 0.2f);
@@ -88,65 +80,52 @@ static void routing_open(routing *r, dpl_route_rule rule, size_t t, bool bias, b
     r->ids = output(n_slots, sizeof(int32_t));
     if (!padding) return;
     r->segment = malloc((t + 1) * sizeof *r->segment);
-    for (size_t i = 0; i < t; i++)
-        r->segment[i] = (int32_t)(dpl_rng_u64(SEED, 4, i) % 3);
+    for (size_t i = 0; i < t; i++) r->segment[i] = (int32_t)(dpl_rng_u64(SEED, 4, i) % 3);
 }
 
-static void routing_close(routing *r)
-{
+static void routing_close(routing *r) {
     void *all[] = {r->logits,  r->bias,     r->segment, r->score,
                    r->weights, r->dweights, r->dlogits, r->ids};
-    for (size_t i = 0; i < DPL_COUNT(all); i++)
-        free(all[i]);
+    for (size_t i = 0; i < DPL_COUNT(all); i++) free(all[i]);
 }
 
-static void route(dpl_ctx *ctx, routing *r)
-{
+static void route(dpl_ctx *ctx, routing *r) {
     dpl_route_forward(ctx, &r->rule, r->logits, r->bias, r->segment, r->t, r->score, r->ids,
                       r->weights, &r->bad_row);
     dpl_route_backward(ctx, &r->rule, r->dweights, r->ids, r->score, r->t, r->dlogits);
     dpl_ctx_wait(ctx);
 }
 
-static oracle_router oracle_rule(const dpl_route_rule *r)
-{
+static oracle_router oracle_rule(const dpl_route_rule *r) {
     return (oracle_router){
         (int)r->n_experts,     (int)r->top_k, (int)r->n_groups, (int)r->top_groups,
         r->group_top2 ? 2 : 1, !r->sigmoid,   r->norm_topk,     r->scale};
 }
 
-static double *widen(const float *x, size_t n)
-{
+static double *widen(const float *x, size_t n) {
     double *y = malloc((n + 1) * sizeof *y);
-    for (size_t i = 0; i < n; i++)
-        y[i] = x[i];
+    for (size_t i = 0; i < n; i++) y[i] = x[i];
     return y;
 }
 
 // The oracle's view of the same logits and dweights, with forward done.
-static void judge(const routing *r, oracle_router *rule, oracle_routing *s)
-{
+static void judge(const routing *r, oracle_router *rule, oracle_routing *s) {
     *rule = oracle_rule(&r->rule);
     oracle_routing_open(s, rule, (int)r->t);
-    for (size_t i = 0; i < r->t * r->rule.n_experts; i++)
-        s->logits[i] = r->logits[i];
-    for (size_t i = 0; i < r->t * r->rule.top_k; i++)
-        s->dweights[i] = r->dweights[i];
+    for (size_t i = 0; i < r->t * r->rule.n_experts; i++) s->logits[i] = r->logits[i];
+    for (size_t i = 0; i < r->t * r->rule.top_k; i++) s->dweights[i] = r->dweights[i];
     double *bias = r->bias ? widen(r->bias, r->rule.n_experts) : NULL;
     oracle_route_forward(rule, (int)r->t, bias, r->segment, NULL, s);
     free(bias);
 }
 
-static double largest(const double *x, size_t n)
-{
+static double largest(const double *x, size_t n) {
     double max = 0;
-    for (size_t i = 0; i < n; i++)
-        max = fmax(max, fabs(x[i]));
+    for (size_t i = 0; i < n; i++) max = fmax(max, fabs(x[i]));
     return max;
 }
 
-static void check_routing(dpl_route_rule rule, size_t t, bool bias, bool padding)
-{
+static void check_routing(dpl_route_rule rule, size_t t, bool bias, bool padding) {
     routing r;
     routing_open(&r, rule, t, bias, padding);
     oracle_router o;
@@ -179,13 +158,11 @@ static void check_routing(dpl_route_rule rule, size_t t, bool bias, bool padding
     routing_close(&r);
 }
 
-static dpl_route_rule sigmoid_rule(size_t n_experts, size_t top_k)
-{
+static dpl_route_rule sigmoid_rule(size_t n_experts, size_t top_k) {
     return (dpl_route_rule){n_experts, top_k, 1, 1, true, true, true, 1};
 }
 
-static void test_rules(void **state)
-{
+static void test_rules(void **state) {
     (void)state;
     print_message("seed %d\n", SEED);
     static const dpl_route_rule rules[] = {
@@ -206,8 +183,7 @@ static void test_rules(void **state)
 }
 
 // The gradient along a random direction, measured on the weights of unchanged ids.
-static void test_route_differences(void **state)
-{
+static void test_route_differences(void **state) {
     (void)state;
     static const dpl_route_rule rules[] = {{16, 4, 4, 2, true, true, true, 2.5f},
                                            {16, 4, 1, 1, true, true, false, 1},
@@ -242,8 +218,7 @@ static void test_route_differences(void **state)
 
 // One row of given logits and bias through the rule.
 static void route_one(const dpl_route_rule *rule, const float *logits, const float *bias,
-                      int32_t *ids, float *weights)
-{
+                      int32_t *ids, float *weights) {
     for (size_t l = 0; l < DPL_COUNT(levels); l++) {
         dpl_ctx *ctx = open_ctx(levels[l], 1, false);
         if (!ctx) continue;
@@ -257,26 +232,21 @@ static void route_one(const dpl_route_rule *rule, const float *logits, const flo
     }
 }
 
-static float logit(double p)
-{
+static float logit(double p) {
     return (float)log(p / (1 - p));
 }
 
-static void test_known_choices(void **state)
-{
+static void test_known_choices(void **state) {
     (void)state;
     int32_t ids[16];
     float weights[16], logits[512];
     dpl_route_rule rule = sigmoid_rule(512, 10);
-    for (size_t e = 0; e < 512; e++)
-        logits[e] = (float)e / 64; // ids above 255
+    for (size_t e = 0; e < 512; e++) logits[e] = (float)e / 64; // ids above 255
     route_one(&rule, logits, NULL, ids, weights);
-    for (int k = 0; k < 10; k++)
-        assert_int_equal(ids[k], 511 - k);
+    for (int k = 0; k < 10; k++) assert_int_equal(ids[k], 511 - k);
 
     rule = sigmoid_rule(8, 2); // any id, however small K is
-    for (size_t e = 0; e < 8; e++)
-        logits[e] = e == 7 ? 1.0f : 0;
+    for (size_t e = 0; e < 8; e++) logits[e] = e == 7 ? 1.0f : 0;
     route_one(&rule, logits, NULL, ids, weights);
     assert_int_equal(ids[0], 7);
     assert_int_equal(ids[1], 0);
@@ -290,22 +260,18 @@ static void test_known_choices(void **state)
 
     // The weight comes from the score, not from (score + bias) - bias.
     const float bias4[] = {12, 12, 12, 12};
-    for (int e = 0; e < 4; e++)
-        logits[e] = -18;
+    for (int e = 0; e < 4; e++) logits[e] = -18;
     rule = sigmoid_rule(4, 2);
     rule.scale = 2.5f;
     route_one(&rule, logits, bias4, ids, weights);
-    for (int k = 0; k < 2; k++)
-        assert_near(weights[k], 1.25, 1e-6);
-    for (int k = 0; k < 2; k++)
-        assert_int_equal(ids[k], k);
+    for (int k = 0; k < 2; k++) assert_near(weights[k], 1.25, 1e-6);
+    for (int k = 0; k < 2; k++) assert_int_equal(ids[k], k);
 
     // Each token is normalized alone, then scaled.
     rule.n_experts = 2;
     const double scores[2][2] = {{.2, .6}, {.9, .3}};
     for (int t = 0; t < 2; t++) {
-        for (int e = 0; e < 2; e++)
-            logits[e] = logit(scores[t][e]);
+        for (int e = 0; e < 2; e++) logits[e] = logit(scores[t][e]);
         route_one(&rule, logits, NULL, ids, weights);
         assert_int_equal(ids[0], t == 0);
         assert_near(weights[0], 1.875, 1e-5);
@@ -313,23 +279,19 @@ static void test_known_choices(void **state)
     }
 }
 
-static void test_known_groups(void **state)
-{
+static void test_known_groups(void **state) {
     (void)state;
     int32_t ids[4];
     float weights[4], logits[8];
     // The two best of a group count, whatever K / top_groups is.
     dpl_route_rule rule = {8, 4, 2, 1, true, true, true, 1};
     const double pairs[] = {.9, .9, .1, .1, .7, .7, .7, .7};
-    for (int e = 0; e < 8; e++)
-        logits[e] = logit(pairs[e]);
+    for (int e = 0; e < 8; e++) logits[e] = logit(pairs[e]);
     route_one(&rule, logits, NULL, ids, weights);
-    for (int k = 0; k < 4; k++)
-        assert_int_equal(ids[k], k);
+    for (int k = 0; k < 4; k++) assert_int_equal(ids[k], k);
     // The best alone (DeepSeek-V2) decides otherwise.
     const double single[] = {.9, .1, .1, .1, .7, .7, .7, .7};
-    for (int e = 0; e < 8; e++)
-        logits[e] = logit(single[e]);
+    for (int e = 0; e < 8; e++) logits[e] = logit(single[e]);
     route_one(&rule, logits, NULL, ids, weights);
     assert_int_equal(ids[0], 4);
     rule.group_top2 = false;
@@ -339,15 +301,12 @@ static void test_known_groups(void **state)
     const float bias[] = {-5, -5, -5, -5, -9, -9, -9, -9};
     memset(logits, 0, sizeof logits);
     route_one(&rule, logits, NULL, ids, weights);
-    for (int k = 0; k < 4; k++)
-        assert_int_equal(ids[k], k);
+    for (int k = 0; k < 4; k++) assert_int_equal(ids[k], k);
     route_one(&rule, logits, bias, ids, weights);
-    for (int k = 0; k < 4; k++)
-        assert_int_equal(ids[k], k);
+    for (int k = 0; k < 4; k++) assert_int_equal(ids[k], k);
 }
 
-static void test_ties(void **state)
-{
+static void test_ties(void **state) {
     (void)state;
     for (int n_threads = 1; n_threads <= 8; n_threads = n_threads * 2 + 1) {
         dpl_ctx *ctx = open_ctx("avx2", n_threads, false);
@@ -359,16 +318,14 @@ static void test_ties(void **state)
             routing_open(&r, rule, 256, false, false);
             memset(r.logits, 0, 256 * 128 * sizeof(float));
             route(ctx, &r);
-            for (size_t i = 0; i < 256 * 6; i++)
-                assert_int_equal(r.ids[i], i % 6);
+            for (size_t i = 0; i < 256 * 6; i++) assert_int_equal(r.ids[i], i % 6);
             routing_close(&r);
         }
         dpl_ctx_close(&ctx);
     }
 }
 
-static void test_bad_logits(void **state)
-{
+static void test_bad_logits(void **state) {
     (void)state;
     const float bad[] = {NAN, INFINITY, -INFINITY};
     for (size_t l = 0; l < DPL_COUNT(levels); l++) {
@@ -379,8 +336,7 @@ static void test_bad_logits(void **state)
             dpl_route_rule rule = sigmoid_rule(128, 8);
             rule.sigmoid = i < 3;
             routing_open(&r, rule, 300, true, true);
-            for (size_t t = 0; t < 300; t++)
-                r.segment[t] = t != 3;
+            for (size_t t = 0; t < 300; t++) r.segment[t] = t != 3;
             // Whole rows and a single logit; padding row 3 is not looked at.
             for (size_t e = 0; e < 128; e++)
                 r.logits[200 * 128 + e] = r.logits[3 * 128 + e] = bad[i % 3];
@@ -406,12 +362,11 @@ static void test_bad_logits(void **state)
 
 /* ---- auxiliary losses ---- */
 
-static void check_aux(dpl_route_rule rule, dpl_balance_kind kind, size_t b, size_t s, bool padding)
-{
+static void check_aux(dpl_route_rule rule, dpl_balance_kind kind, size_t b, size_t s,
+                      bool padding) {
     routing r;
     routing_open(&r, rule, b * s, true, padding);
-    for (size_t i = 0; padding && b > 1 && i < s; i++)
-        r.segment[i] = 0; // a sequence of padding
+    for (size_t i = 0; padding && b > 1 && i < s; i++) r.segment[i] = 0; // a sequence of padding
     oracle_router o;
     oracle_routing judged;
     judge(&r, &o, &judged);
@@ -432,8 +387,7 @@ static void check_aux(dpl_route_rule rule, dpl_balance_kind kind, size_t b, size
         route(ctx, &r);
         const dpl_aux aux = {kind, 0.5f, 0.25f, 3, b, s};
         double values[2] = {NAN, NAN};
-        for (size_t i = 0; i < n; i++)
-            r.dlogits[i] = 1;
+        for (size_t i = 0; i < n; i++) r.dlogits[i] = 1;
         dpl_aux_losses(ctx, &rule, &aux, r.logits, r.score, r.ids, values, r.dlogits);
         assert_near(values[0], balance, 2e-6 * balance);
         assert_near(values[1], z, 2e-6 * z);
@@ -448,8 +402,7 @@ static void check_aux(dpl_route_rule rule, dpl_balance_kind kind, size_t b, size
     routing_close(&r);
 }
 
-static void test_aux(void **state)
-{
+static void test_aux(void **state) {
     (void)state;
     const dpl_route_rule rules[] = {{16, 4, 4, 2, true, true, true, 2.5f},
                                     {9, 2, 1, 1, false, false, false, 1},
@@ -463,8 +416,7 @@ static void test_aux(void **state)
             }
 }
 
-static void test_aux_known(void **state)
-{
+static void test_aux_known(void **state) {
     (void)state;
     dpl_ctx *ctx = open_ctx("ref", 2, false);
     // Perfect balance gives the weight itself.
@@ -482,14 +434,12 @@ static void test_aux_known(void **state)
     float dlogits[16] = {0};
     dpl_aux_losses(ctx, &rule, &aux, logits, score, balanced, values, dlogits);
     assert_true(values[0] == 0 && values[1] == 0);
-    for (int i = 0; i < 16; i++)
-        assert_true(dlogits[i] == 0);
+    for (int i = 0; i < 16; i++) assert_true(dlogits[i] == 0);
 
     // Padding changes nothing, not even a bit; a batch of padding alone has no loss.
     routing r;
     routing_open(&r, sigmoid_rule(8, 2), 8, false, true);
-    for (int i = 0; i < 8; i++)
-        r.segment[i] = i < 5;
+    for (int i = 0; i < 8; i++) r.segment[i] = i < 5;
     route(ctx, &r);
     double padded[2];
     for (int kind = DPL_BALANCE_SEQUENCE; kind <= DPL_BALANCE_MEGATRON; kind++) {
@@ -499,8 +449,7 @@ static void test_aux_known(void **state)
         dpl_aux_losses(ctx, &r.rule, &aux, r.logits, r.score, r.ids, padded, NULL);
         assert_memory_equal(values, padded, sizeof values);
         assert_true(values[0] > 0 && values[1] > 0);
-        for (int i = 0; i < 16; i++)
-            r.ids[i] = kind == DPL_BALANCE_MEGATRON ? -1 : r.ids[i];
+        for (int i = 0; i < 16; i++) r.ids[i] = kind == DPL_BALANCE_MEGATRON ? -1 : r.ids[i];
     }
     dpl_aux_losses(ctx, &r.rule, &aux, r.logits, r.score, r.ids, values, r.dlogits);
     assert_true(values[0] == 0 && values[1] == 0);
@@ -521,8 +470,7 @@ typedef struct sorted {
 } sorted;
 
 // kind 0: random with skipped slots, 1: one expert, 2: all skipped, 3: random
-static void sorted_open(sorted *s, size_t n_slots, size_t n_experts, int kind)
-{
+static void sorted_open(sorted *s, size_t n_slots, size_t n_experts, int kind) {
     *s = (sorted){n_slots,
                   n_experts,
                   output(n_slots, 4),
@@ -537,19 +485,16 @@ static void sorted_open(sorted *s, size_t n_slots, size_t n_experts, int kind)
     }
 }
 
-static void sorted_close(sorted *s)
-{
+static void sorted_close(sorted *s) {
     free(s->ids), free(s->offsets), free(s->slot_row), free(s->row_slot);
 }
 
-static void permute(dpl_ctx *ctx, sorted *s)
-{
+static void permute(dpl_ctx *ctx, sorted *s) {
     dpl_permute(ctx, s->ids, s->n_slots, s->n_experts, s->offsets, s->slot_row, s->row_slot);
     dpl_ctx_wait(ctx);
 }
 
-static void check_sorted(const sorted *s)
-{
+static void check_sorted(const sorted *s) {
     int64_t row = 0;
     for (size_t e = 0; e < s->n_experts; e++) {
         assert_int_equal(s->offsets[e], row);
@@ -563,15 +508,13 @@ static void check_sorted(const sorted *s)
     assert_int_equal(s->offsets[s->n_experts], row);
     for (size_t slot = 0; slot < s->n_slots; slot++)
         if (s->ids[slot] < 0) assert_int_equal(s->slot_row[slot], -1);
-    for (size_t r = (size_t)row; r < s->n_slots; r++)
-        assert_int_equal(s->row_slot[r], -1);
+    for (size_t r = (size_t)row; r < s->n_slots; r++) assert_int_equal(s->row_slot[r], -1);
     check_canary(s->offsets, s->n_experts + 1, 8);
     check_canary(s->slot_row, s->n_slots, 4);
     check_canary(s->row_slot, s->n_slots, 4);
 }
 
-static void test_permute(void **state)
-{
+static void test_permute(void **state) {
     (void)state;
     static const size_t sizes[][2] = {{0, 4}, {1, 1}, {8, 4}, {1000, 300}, {50001, 7}, {16384, 3}};
     for (int n_threads = 1; n_threads <= 8; n_threads += n_threads == 3 ? 5 : 1) {
@@ -588,42 +531,34 @@ static void test_permute(void **state)
     }
 }
 
-static double get(dpl_mat m, size_t row, size_t col)
-{
+static double get(dpl_mat m, size_t row, size_t col) {
     const void *x = dpl_mat_at(m, row, col).p;
     return m.dtype == DPL_F32 ? *(const float *)x : dpl_bf16_to_f32(*(const uint16_t *)x);
 }
 
-static dpl_mat random_mat(uint64_t stream, size_t rows, size_t d, dpl_dtype dtype)
-{
+static dpl_mat random_mat(uint64_t stream, size_t rows, size_t d, dpl_dtype dtype) {
     const dpl_mat m = {output(rows * (d + 5), dpl_dtype_bytes(dtype)), d + 5, dtype};
     for (size_t r = 0; r < rows; r++)
         for (size_t c = 0; c < d; c++) {
             const float x = (float)dpl_rng_normal(SEED, stream, r * d + c);
-            if (dtype == DPL_F32)
-                *(float *)dpl_mat_at(m, r, c).p = x;
-            else
-                *(uint16_t *)dpl_mat_at(m, r, c).p = dpl_f32_to_bf16(x);
+            if (dtype == DPL_F32) *(float *)dpl_mat_at(m, r, c).p = x;
+            else *(uint16_t *)dpl_mat_at(m, r, c).p = dpl_f32_to_bf16(x);
         }
     return m;
 }
 
-static void check_gaps(dpl_mat m, size_t rows, size_t d)
-{
+static void check_gaps(dpl_mat m, size_t rows, size_t d) {
     const size_t size = dpl_dtype_bytes(m.dtype);
-    for (size_t r = 0; r < rows; r++)
-        assert_true(all_ones(dpl_mat_at(m, r, d).p, 5 * size));
+    for (size_t r = 0; r < rows; r++) assert_true(all_ones(dpl_mat_at(m, r, d).p, 5 * size));
     check_canary(m.p, rows * (d + 5), size);
 }
 
-static float rounded(float x, dpl_dtype dtype)
-{
+static float rounded(float x, dpl_dtype dtype) {
     return dtype == DPL_F32 ? x : dpl_bf16_to_f32(dpl_f32_to_bf16(x));
 }
 
 static void check_gather(dpl_ctx *ctx, const sorted *s, size_t top_k, size_t d, dpl_dtype from,
-                         dpl_dtype to)
-{
+                         dpl_dtype to) {
     const size_t n_tokens = s->n_slots / top_k;
     const dpl_mat x = random_mat(7, n_tokens, d, from),
                   rows = {output(s->n_slots * (d + 5), to ? 2 : 4), d + 5, to};
@@ -644,8 +579,7 @@ static void check_gather(dpl_ctx *ctx, const sorted *s, size_t top_k, size_t d, 
 }
 
 static void check_combine(dpl_ctx *ctx, const sorted *s, size_t top_k, size_t d, dpl_dtype from,
-                          dpl_dtype to, bool accumulate)
-{
+                          dpl_dtype to, bool accumulate) {
     const size_t n_tokens = s->n_slots / top_k, n_rows = (size_t)s->offsets[s->n_experts];
     // Rows that no slot names stay NaN: they are never read.
     const dpl_mat rows = random_mat(9, n_rows, d, from), before = random_mat(10, n_tokens, d, to);
@@ -670,8 +604,7 @@ static void check_combine(dpl_ctx *ctx, const sorted *s, size_t top_k, size_t d,
     free(rows.p), free(before.p), free(y.p), free(value), free(slot_value);
 }
 
-static void test_rows(void **state)
-{
+static void test_rows(void **state) {
     (void)state;
     static const size_t shapes[][3] = {
         {12, 2, 5}, {64, 1, 1}, {90, 6, 1027}, {80, 8, 2048}, {0, 2, 3}};
@@ -696,8 +629,7 @@ static void test_rows(void **state)
     }
 }
 
-static void test_known_rows(void **state)
-{
+static void test_known_rows(void **state) {
     (void)state;
     dpl_ctx *ctx = open_ctx("ref", 2, false);
     // Skipped slots, an expert named twice by one token: there and back gives x times its slots.
@@ -706,8 +638,7 @@ static void test_known_rows(void **state)
         int64_t offsets[5];
         int32_t slot_row[8], row_slot[8];
         float x[4], rows[8], y[4];
-        for (int t = 0; t < 4; t++)
-            x[t] = (float)(1 << t);
+        for (int t = 0; t < 4; t++) x[t] = (float)(1 << t);
         dpl_permute(ctx, cases[i], 8, 4, offsets, slot_row, row_slot);
         dpl_gather_rows(ctx, dpl_mat_f32(x, 1), NULL, row_slot, 2, 8, 1, dpl_mat_f32(rows, 1),
                         NULL);
@@ -732,8 +663,7 @@ static void test_known_rows(void **state)
 }
 
 // Elements beyond 2^31: the offset of a row is 64 bits wide.
-static void test_far_rows(void **state)
-{
+static void test_far_rows(void **state) {
     (void)state;
     const size_t n_rows = 299600, d = 7168, bytes = n_rows * d * 2;
     uint16_t *x = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
@@ -742,17 +672,14 @@ static void test_far_rows(void **state)
         print_message("skipped: no address space for %zu bytes\n", bytes);
         skip();
     }
-    for (size_t c = 0; c < d; c++)
-        x[(n_rows - 1) * d + c] = (uint16_t)(c + 1);
+    for (size_t c = 0; c < d; c++) x[(n_rows - 1) * d + c] = (uint16_t)(c + 1);
     dpl_ctx *ctx = open_ctx("ref", 2, false);
     const dpl_mat far = {x, d, DPL_BF16};
     const dpl_mat near = {output(2 * d, 2), d, DPL_BF16};
     const int32_t rows[] = {0, (int32_t)n_rows - 1};
     for (int combine = 0; combine < 2; combine++) {
-        if (combine)
-            dpl_combine_rows(ctx, far, NULL, rows, 2, 1, d, false, near, NULL);
-        else
-            dpl_gather_rows(ctx, far, NULL, rows, 1, 2, d, near, NULL);
+        if (combine) dpl_combine_rows(ctx, far, NULL, rows, 2, 1, d, false, near, NULL);
+        else dpl_gather_rows(ctx, far, NULL, rows, 1, 2, d, near, NULL);
         for (size_t c = 0; c < d; c++) {
             assert_int_equal(((uint16_t *)near.p)[c], 0);
             assert_int_equal(((uint16_t *)near.p)[d + c], c + 1);
@@ -766,8 +693,7 @@ static void test_far_rows(void **state)
 /* ---- bits ---- */
 
 // Everything once; returns a hash of all results.
-static uint64_t hash_all(dpl_ctx *ctx)
-{
+static uint64_t hash_all(dpl_ctx *ctx) {
     routing r;
     routing_open(&r, (dpl_route_rule){64, 6, 8, 3, true, true, true, 2.5f}, 1200, true, true);
     route(ctx, &r);
@@ -799,8 +725,7 @@ static uint64_t hash_all(dpl_ctx *ctx)
     return hash;
 }
 
-static void test_threads(void **state)
-{
+static void test_threads(void **state) {
     (void)state;
     for (size_t l = 0; l < DPL_COUNT(levels); l++) {
         uint64_t first = 0;
@@ -819,8 +744,7 @@ static void test_threads(void **state)
 }
 
 // A row's choice and weights do not depend on the rows around it.
-static void test_row_alone(void **state)
-{
+static void test_row_alone(void **state) {
     (void)state;
     dpl_ctx *ctx = open_ctx("ref", 2, false);
     routing all, one;
@@ -842,8 +766,7 @@ static void test_row_alone(void **state)
 }
 
 // Nothing has run before somebody waits, and what will be written is poisoned till then.
-static void test_deferred(void **state)
-{
+static void test_deferred(void **state) {
     (void)state;
     dpl_ctx *ctx = open_ctx("ref", 2, true);
     sorted s;
@@ -853,8 +776,7 @@ static void test_deferred(void **state)
     int32_t *slot_row = dpl_ctx_alloc(ctx, 600 * 4), *row_slot = dpl_ctx_alloc(ctx, 600 * 4);
     float *x = dpl_ctx_alloc(ctx, 300 * 4), *rows = dpl_ctx_alloc(ctx, 600 * 4);
     float *y = dpl_ctx_alloc(ctx, 300 * 4);
-    for (int i = 0; i < 300; i++)
-        x[i] = (float)i;
+    for (int i = 0; i < 300; i++) x[i] = (float)i;
     memset(offsets, 0, 80), memset(rows, 0, 2400), memset(y, 0, 1200);
     dpl_permute(ctx, s.ids, 600, 9, offsets, slot_row, row_slot);
     dpl_gather_rows(ctx, dpl_mat_f32(x, 1), NULL, row_slot, 2, 600, 1, dpl_mat_f32(rows, 1), NULL);
@@ -871,8 +793,7 @@ static void test_deferred(void **state)
     dpl_ctx_close(&ctx);
 }
 
-int main(void)
-{
+int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_rules),         cmocka_unit_test(test_route_differences),
         cmocka_unit_test(test_known_choices), cmocka_unit_test(test_known_groups),

@@ -43,85 +43,69 @@ static struct {
 
 /* ---- blocks between canaries -------------------------------------------------------------------- */
 
-static void *block_new(size_t rows, size_t row_bytes, size_t ld_bytes)
-{
+static void *block_new(size_t rows, size_t row_bytes, size_t ld_bytes) {
     const size_t bytes = rows * ld_bytes;
     uint8_t *p = dpl_ctx_alloc(t.ctx, bytes + 2 * CANARY);
     memset(p, 0xa5, CANARY);
     memset(p + CANARY, GAP, bytes);
-    for (size_t r = 0; r < rows; r++)
-        memset(p + CANARY + r * ld_bytes, 0xff, row_bytes);
+    for (size_t r = 0; r < rows; r++) memset(p + CANARY + r * ld_bytes, 0xff, row_bytes);
     memset(p + CANARY + bytes, 0xa5, CANARY);
     assert_true(t.n_blocks < BLOCKS_MAX);
     t.blocks[t.n_blocks++] = (block){p + CANARY, rows, row_bytes, ld_bytes};
     return p + CANARY;
 }
 
-static dpl_mat mat_of(dpl_dtype dtype, size_t rows, size_t cols, size_t pad)
-{
+static dpl_mat mat_of(dpl_dtype dtype, size_t rows, size_t cols, size_t pad) {
     const size_t bytes = dpl_dtype_bytes(dtype);
     return (dpl_mat){block_new(rows, cols * bytes, (cols + pad) * bytes), cols + pad, dtype};
 }
 
-static float *floats(size_t n)
-{
+static float *floats(size_t n) {
     return block_new(1, n * 4, n * 4);
 }
 
-static double draw(void)
-{
+static double draw(void) {
     return dpl_rng_normal(t.seed, 7, t.stream++);
 }
 
-static void put(dpl_mat m, size_t row, size_t col, double x)
-{
+static void put(dpl_mat m, size_t row, size_t col, double x) {
     void *p = dpl_mat_at(m, row, col).p;
-    if (m.dtype == DPL_F32)
-        *(float *)p = (float)x;
-    else
-        *(uint16_t *)p = dpl_f32_to_bf16((float)x);
+    if (m.dtype == DPL_F32) *(float *)p = (float)x;
+    else *(uint16_t *)p = dpl_f32_to_bf16((float)x);
 }
 
-static double get(dpl_mat m, size_t row, size_t col)
-{
+static double get(dpl_mat m, size_t row, size_t col) {
     const void *p = dpl_mat_at(m, row, col).p;
     return m.dtype == DPL_F32 ? (double)*(const float *)p
                               : (double)dpl_bf16_to_f32(*(const uint16_t *)p);
 }
 
-static dpl_mat mat_drawn(dpl_dtype dtype, size_t rows, size_t cols, size_t pad, double scale)
-{
+static dpl_mat mat_drawn(dpl_dtype dtype, size_t rows, size_t cols, size_t pad, double scale) {
     const dpl_mat m = mat_of(dtype, rows, cols, pad);
     for (size_t r = 0; r < rows; r++)
-        for (size_t c = 0; c < cols; c++)
-            put(m, r, c, scale * draw());
+        for (size_t c = 0; c < cols; c++) put(m, r, c, scale * draw());
     return m;
 }
 
-static float *floats_drawn(size_t n, double scale)
-{
+static float *floats_drawn(size_t n, double scale) {
     float *x = floats(n);
-    for (size_t i = 0; i < n; i++)
-        x[i] = (float)(scale * draw());
+    for (size_t i = 0; i < n; i++) x[i] = (float)(scale * draw());
     return x;
 }
 
-static float *floats_copied(const float *from, size_t n)
-{
+static float *floats_copied(const float *from, size_t n) {
     float *x = floats(n);
     memcpy(x, from, n * sizeof *x);
     return x;
 }
 
-static void begin(void)
-{
+static void begin(void) {
     t.n_blocks = 0;
     t.mark = dpl_ctx_mark(t.ctx);
 }
 
 // Waits; then canaries and gaps must be whole, and all bytes those of the first run.
-static void settle(void)
-{
+static void settle(void) {
     dpl_ctx_wait(t.ctx);
     for (size_t i = 0; i < t.n_blocks; i++) {
         const block *b = &t.blocks[i];
@@ -145,15 +129,13 @@ static void settle(void)
     }
 }
 
-static void end(void)
-{
+static void end(void) {
     dpl_ctx_release(t.ctx, t.mark);
 }
 
 /* ---- comparing ---------------------------------------------------------------------------------- */
 
-static void near(double got, double want, double bound, const char *what, size_t row, size_t col)
-{
+static void near(double got, double want, double bound, const char *what, size_t row, size_t col) {
     // Written so that NaN fails. The last term: what fp32 flushes or rounds near zero.
     if (got != want && !(fabs(got - want) <= bound + 0x1p-126))
         fail_msg("%s (%zu, %zu): got %.9g, want %.9g, bound %.3g, level %s, %s, seed %llu", what,
@@ -162,14 +144,13 @@ static void near(double got, double want, double bound, const char *what, size_t
 }
 
 // Adds the rounding of the store to the bound.
-static void mat_near(dpl_mat m, size_t row, size_t col, double want, double bound, const char *what)
-{
+static void mat_near(dpl_mat m, size_t row, size_t col, double want, double bound,
+                     const char *what) {
     const double store = m.dtype == DPL_BF16 ? U_BF16 * (fabs(want) + bound) : U * fabs(want);
     near(get(m, row, col), want, bound + store, what, row, col);
 }
 
-static bool open_ctx(const char *level, int threads, bool deferred)
-{
+static bool open_ctx(const char *level, int threads, bool deferred) {
     setenv("DPL_CPU", level, 1);
     const dpl_status status = dpl_ctx_create(threads, deferred, (size_t)1 << 30, &t.ctx);
     if (status != DPL_OK) print_message("level %s left out: %s\n", level, dpl_error_message());
@@ -178,8 +159,7 @@ static bool open_ctx(const char *level, int threads, bool deferred)
 }
 
 // Every level, type, thread count and kind of context.
-static void each_way(void (*run_case)(void))
-{
+static void each_way(void (*run_case)(void)) {
     static const struct {
         int threads;
         bool deferred;
@@ -212,12 +192,10 @@ static const struct {
 #define NORM_U (96 * U)
 
 static void check_norm_forward(dpl_mat x, const float *gain, size_t n, size_t d, dpl_mat y,
-                               const float *rstd)
-{
+                               const float *rstd) {
     for (size_t r = 0; r < n; r++) {
         double squares = 0;
-        for (size_t c = 0; c < d; c++)
-            squares += get(x, r, c) * get(x, r, c);
+        for (size_t c = 0; c < d; c++) squares += get(x, r, c) * get(x, r, c);
         const double want = 1 / sqrt(squares / (double)d + (double)EPS);
         near((double)rstd[r], want, NORM_U * want, "rstd", r, 0);
         for (size_t c = 0; c < d; c++) {
@@ -229,8 +207,7 @@ static void check_norm_forward(dpl_mat x, const float *gain, size_t n, size_t d,
 
 static void check_norm_backward(dpl_mat dy, dpl_mat x, const float *gain, const float *rstd,
                                 size_t n, size_t d, dpl_mat dx, const double *before,
-                                const float *dgain, const float *dgain_before)
-{
+                                const float *dgain, const float *dgain_before) {
     double *want = calloc(2 * d, sizeof *want);
     assert_non_null(want);
     for (size_t r = 0; r < n; r++) {
@@ -259,12 +236,10 @@ static void check_norm_backward(dpl_mat dy, dpl_mat x, const float *gain, const 
     free(want);
 }
 
-static void norm_shape(size_t n, size_t d, size_t pad, bool accumulate)
-{
+static void norm_shape(size_t n, size_t d, size_t pad, bool accumulate) {
     begin();
     const dpl_mat x = mat_drawn(t.dtype, n, d, pad, 2), y = mat_of(t.dtype, n, d, pad);
-    for (size_t c = 0; n > 1 && c < d; c++)
-        put(x, 1, c, 0); // a row of zeros
+    for (size_t c = 0; n > 1 && c < d; c++) put(x, 1, c, 0); // a row of zeros
     const float *gain = floats_drawn(d, 1);
     float *rstd = floats(n);
     dpl_rmsnorm_forward(t.ctx, x, gain, n, d, EPS, y, rstd);
@@ -287,22 +262,19 @@ static void norm_shape(size_t n, size_t d, size_t pad, bool accumulate)
     end();
 }
 
-static void norm_case(void)
-{
+static void norm_case(void) {
     for (size_t i = 0; i < DPL_COUNT(shapes); i++)
         for (int accumulate = 0; accumulate < 2; accumulate++)
             norm_shape(shapes[i].n, shapes[i].d, shapes[i].pad, accumulate);
 }
 
-static void test_norm(void **state)
-{
+static void test_norm(void **state) {
     (void)state, each_way(norm_case);
 }
 
 /* ---- RoPE --------------------------------------------------------------------------------------- */
 
-static void rope_shape(size_t n, size_t n_heads, size_t d_rope, size_t pad, bool interleaved)
-{
+static void rope_shape(size_t n, size_t n_heads, size_t d_rope, size_t pad, bool interleaved) {
     const size_t first = 3, stride = first + d_rope + 2, half = d_rope / 2, n_positions = 9;
     begin();
     const dpl_mat x = mat_drawn(t.dtype, n, n_heads * stride, pad, 1);
@@ -314,8 +286,7 @@ static void rope_shape(size_t n, size_t n_heads, size_t d_rope, size_t pad, bool
         cosine[i] = (float)cos(angle), sine[i] = (float)sin(angle);
     }
     int32_t *position = block_new(1, n * 4, n * 4);
-    for (size_t r = 0; r < n; r++)
-        position[r] = (int32_t)((r * 5 + 1) % n_positions);
+    for (size_t r = 0; r < n; r++) position[r] = (int32_t)((r * 5 + 1) % n_positions);
     const bool inverse = n % 2;
     const dpl_rope rope = {cosine, sine, position, n_heads, stride, first, d_rope, interleaved};
     dpl_rope_apply(t.ctx, &rope, n, inverse, y);
@@ -341,8 +312,7 @@ static void rope_shape(size_t n, size_t n_heads, size_t d_rope, size_t pad, bool
     end();
 }
 
-static void rope_case(void)
-{
+static void rope_case(void) {
     for (int interleaved = 0; interleaved < 2; interleaved++) {
         rope_shape(0, 1, 4, 0, interleaved);
         rope_shape(5, 3, 2, 1, interleaved);
@@ -352,21 +322,18 @@ static void rope_case(void)
     }
 }
 
-static void test_rope(void **state)
-{
+static void test_rope(void **state) {
     (void)state, each_way(rope_case);
 }
 
 /* ---- SwiGLU ------------------------------------------------------------------------------------- */
 
-static double sigmoid(double x)
-{
+static double sigmoid(double x) {
     return 1 / (1 + exp(-x));
 }
 
 static void check_swiglu(dpl_mat gate_up, const float *w, dpl_mat dh, size_t n, size_t f, dpl_mat h,
-                         dpl_mat dgate_up, const float *dw)
-{
+                         dpl_mat dgate_up, const float *dw) {
     for (size_t r = 0; r < n; r++) {
         double want_dw = 0, size = 0;
         for (size_t c = 0; c < f; c++) {
@@ -390,8 +357,7 @@ static void check_swiglu(dpl_mat gate_up, const float *w, dpl_mat dh, size_t n, 
     }
 }
 
-static void swiglu_shape(size_t n, size_t f, size_t pad, bool weighted)
-{
+static void swiglu_shape(size_t n, size_t f, size_t pad, bool weighted) {
     const size_t width = dpl_gate_up_width(f);
     begin();
     const dpl_mat gate_up = mat_drawn(t.dtype, n, width, pad, 3);
@@ -415,22 +381,19 @@ static void swiglu_shape(size_t n, size_t f, size_t pad, bool weighted)
     end();
 }
 
-static void swiglu_case(void)
-{
+static void swiglu_case(void) {
     for (size_t i = 0; i < DPL_COUNT(shapes); i++)
         swiglu_shape(shapes[i].n, shapes[i].d, shapes[i].pad, i % 2);
     swiglu_shape(3, 512, 0, true);
 }
 
-static void test_swiglu(void **state)
-{
+static void test_swiglu(void **state) {
     (void)state, each_way(swiglu_case);
 }
 
 /* ---- add, copy, zero ---------------------------------------------------------------------------- */
 
-static void move_shape(size_t n, size_t d, size_t pad)
-{
+static void move_shape(size_t n, size_t d, size_t pad) {
     begin();
     const dpl_dtype other = t.dtype == DPL_F32 ? DPL_BF16 : DPL_F32;
     const dpl_mat a = mat_drawn(t.dtype, n, d, pad, 1), b = mat_drawn(other, n, d, 0, 1);
@@ -452,33 +415,28 @@ static void move_shape(size_t n, size_t d, size_t pad)
             const float want = other == DPL_F32 ? x : dpl_bf16_to_f32(dpl_f32_to_bf16(x));
             assert_true(get(converted, r, c) == (double)want);
         }
-    for (size_t i = 0; i < n * d; i++)
-        assert_int_equal(zeros[i], 0);
+    for (size_t i = 0; i < n * d; i++) assert_int_equal(zeros[i], 0);
     assert_int_equal(zeros[n * d], 0xff);
     end();
 }
 
-static void move_case(void)
-{
+static void move_case(void) {
     for (size_t i = 0; i < DPL_COUNT(shapes); i++)
         move_shape(shapes[i].n, shapes[i].d, shapes[i].pad);
 }
 
-static void test_add_copy_zero(void **state)
-{
+static void test_add_copy_zero(void **state) {
     (void)state, each_way(move_case);
 }
 
 /* ---- embedding ---------------------------------------------------------------------------------- */
 
-static size_t table_index(bool in_panels, size_t id, size_t c, size_t d)
-{
+static size_t table_index(bool in_panels, size_t id, size_t c, size_t d) {
     return in_panels ? dpl_panel_index(id, c, d) : id * d + c;
 }
 
 // Nothing is rounded forward (but the store); backward adds in row order in fp32: exact equality.
-static void embed_shape(size_t n, size_t d, size_t pad, bool in_panels)
-{
+static void embed_shape(size_t n, size_t d, size_t pad, bool in_panels) {
     const size_t v = 45, n_table = in_panels ? dpl_panel_elems(v, d) : v * d;
     begin();
     const float *table = floats_drawn(n_table, 1);
@@ -506,28 +464,23 @@ static void embed_shape(size_t n, size_t d, size_t pad, bool in_panels)
     end();
 }
 
-static void embed_case(void)
-{
+static void embed_case(void) {
     for (size_t i = 0; i < DPL_COUNT(shapes); i++)
         for (int in_panels = 0; in_panels < 2; in_panels++)
             embed_shape(shapes[i].n, shapes[i].d, shapes[i].pad, in_panels);
 }
 
-static void test_embed(void **state)
-{
+static void test_embed(void **state) {
     (void)state, each_way(embed_case);
 }
 
 /* ---- cross-entropy ------------------------------------------------------------------------------ */
 
 static void check_xent_row(const float *x, int32_t target, size_t v, double z, double dscale,
-                           const float *got, float loss, float zloss)
-{
+                           const float *got, float loss, float zloss) {
     double max = -INFINITY, sum = 0;
-    for (size_t c = 0; c < v; c++)
-        max = fmax(max, (double)x[c]);
-    for (size_t c = 0; c < v; c++)
-        sum += exp((double)x[c] - max);
+    for (size_t c = 0; c < v; c++) max = fmax(max, (double)x[c]);
+    for (size_t c = 0; c < v; c++) sum += exp((double)x[c] - max);
     const double lse = max + log(sum), want = lse - (double)x[target];
     // A block sums in 64 + 5 additions; exp has 2 ulp; the argument's own rounding is taken below.
     const double err = 80 * U;
@@ -544,12 +497,10 @@ static void check_xent_row(const float *x, int32_t target, size_t v, double z, d
     }
 }
 
-static void xent_shape(size_t n, size_t v, size_t pad, float z, float dscale, double scale)
-{
+static void xent_shape(size_t n, size_t v, size_t pad, float z, float dscale, double scale) {
     begin();
     const dpl_mat logits = mat_drawn(DPL_F32, n, v, pad, scale);
-    for (size_t r = 0; r < n && v > 2; r++)
-        put(logits, r, (r * 3 + 1) % v, -INFINITY);
+    for (size_t r = 0; r < n && v > 2; r++) put(logits, r, (r * 3 + 1) % v, -INFINITY);
     const dpl_mat before = mat_of(DPL_F32, n, v, pad);
     dpl_copy(t.ctx, logits, n, v, before);
     int32_t *targets = block_new(1, n * 4, n * 4);
@@ -565,14 +516,12 @@ static void xent_shape(size_t n, size_t v, size_t pad, float z, float dscale, do
             continue;
         }
         assert_true(loss[r] == 0 && zloss[r] == 0);
-        for (size_t c = 0; c < v; c++)
-            assert_true(got[c] == (dscale != 0 ? 0 : x[c]));
+        for (size_t c = 0; c < v; c++) assert_true(got[c] == (dscale != 0 ? 0 : x[c]));
     }
     end();
 }
 
-static void xent_case(void)
-{
+static void xent_case(void) {
     if (t.dtype == DPL_BF16) { // Logits are fp32 always; this turn takes the widest vocabulary.
         xent_shape(2, 200003, 0, 1e-4f, 0.5f, 4);
         return;
@@ -585,14 +534,12 @@ static void xent_case(void)
     }
 }
 
-static void test_xent(void **state)
-{
+static void test_xent(void **state) {
     (void)state, each_way(xent_case);
 }
 
 // Logits at the end of the range, a target at -inf, and what is not a number.
-static void test_xent_extremes(void **state)
-{
+static void test_xent_extremes(void **state) {
     (void)state;
     assert_true(open_ctx("ref", 1, false));
     float x[4][3] = {{3e38f, -3e38f, 0}, {0, -INFINITY, 0}, {NAN, 0, 0}, {INFINITY, 0, 0}};
@@ -616,8 +563,7 @@ typedef struct fd_case {
     double (*loss)(const struct fd_case *c, const double *x);
 } fd_case;
 
-static void fd_check(const fd_case *c, const double *x0, const float *got)
-{
+static void fd_check(const fd_case *c, const double *x0, const float *got) {
     double x[3 * FD_D];
     memcpy(x, x0, c->n * sizeof *x);
     for (size_t i = 0; i < c->n; i++) {
@@ -633,44 +579,36 @@ static void fd_check(const fd_case *c, const double *x0, const float *got)
     }
 }
 
-static double norm_loss(const fd_case *c, const double *x)
-{
+static double norm_loss(const fd_case *c, const double *x) {
     double squares = 0, loss = 0;
-    for (int i = 0; i < FD_D; i++)
-        squares += x[i] * x[i];
+    for (int i = 0; i < FD_D; i++) squares += x[i] * x[i];
     for (int i = 0; i < FD_D; i++)
         loss += (double)c->fixed[i] * x[i] * x[FD_D + i] / sqrt(squares / FD_D + (double)EPS);
     return loss;
 }
 
-static double swiglu_loss(const fd_case *c, const double *x)
-{
+static double swiglu_loss(const fd_case *c, const double *x) {
     double loss = 0;
     for (int i = 0; i < FD_D; i++)
         loss += (double)c->fixed[i] * x[i] * sigmoid(x[i]) * x[FD_D + i] * x[2 * FD_D];
     return loss;
 }
 
-static double xent_loss(const fd_case *c, const double *x)
-{
+static double xent_loss(const fd_case *c, const double *x) {
     double sum = 0;
-    for (int i = 0; i < FD_D; i++)
-        sum += exp(x[i]);
+    for (int i = 0; i < FD_D; i++) sum += exp(x[i]);
     const double lse = log(sum);
     return (double)c->fixed[0] * (lse - x[5] + 0.125 * lse * lse);
 }
 
-static void test_finite_differences(void **state)
-{
+static void test_finite_differences(void **state) {
     (void)state;
     assert_true(open_ctx("ref", 2, false));
     fd_case c;
     double x[3 * FD_D];
     float in[3 * FD_D], got[3 * FD_D], y[FD_D], scalar[2];
-    for (int i = 0; i < FD_D; i++)
-        c.fixed[i] = (float)draw();
-    for (int i = 0; i < 3 * FD_D; i++)
-        x[i] = (double)(in[i] = (float)draw());
+    for (int i = 0; i < FD_D; i++) c.fixed[i] = (float)draw();
+    for (int i = 0; i < 3 * FD_D; i++) x[i] = (double)(in[i] = (float)draw());
 
     c.n = 2 * FD_D, c.loss = norm_loss;
     memset(got, 0, sizeof got);
@@ -706,8 +644,7 @@ static void test_finite_differences(void **state)
 /* ---- optimizer ---------------------------------------------------------------------------------- */
 
 static void check_adamw(const dpl_adamw *a, size_t n, const float *g, const float *before[3],
-                        const float *p, const float *m, const float *v)
-{
+                        const float *p, const float *m, const float *v) {
     const double c1 = 1 - (double)a->b1, c2 = 1 - (double)a->b2;
     for (size_t i = 0; i < n; i++) {
         const double gi = (double)g[i] * (double)a->grad_scale;
@@ -725,8 +662,7 @@ static void check_adamw(const dpl_adamw *a, size_t n, const float *g, const floa
     }
 }
 
-static void optim_size(size_t n)
-{
+static void optim_size(size_t n) {
     const dpl_adamw a = {.lr = 0.01f,
                          .b1 = 0.9f,
                          .b2 = 0.95f,
@@ -739,8 +675,7 @@ static void optim_size(size_t n)
     begin();
     const float *g = floats_drawn(n, 1);
     float *p = floats_drawn(n, 1), *m = floats_drawn(n, 0.1), *v = floats_drawn(n, 0.1);
-    for (size_t i = 0; i < n; i++)
-        v[i] *= v[i];
+    for (size_t i = 0; i < n; i++) v[i] *= v[i];
     const float *before[] = {floats_copied(p, n), floats_copied(m, n), floats_copied(v, n)};
     float *sgd = floats_copied(p, n);
     uint16_t *copy = block_new(1, n * 2, n * 2), *sgd_copy = block_new(1, n * 2, n * 2);
@@ -769,22 +704,18 @@ static void optim_size(size_t n)
     end();
 }
 
-static void optim_case(void)
-{
+static void optim_case(void) {
     static const size_t sizes[] = {0, 1, 15, 1023, 8193, 30011};
-    for (size_t i = 0; i < DPL_COUNT(sizes); i++)
-        optim_size(sizes[i]);
+    for (size_t i = 0; i < DPL_COUNT(sizes); i++) optim_size(sizes[i]);
 }
 
-static void test_optim(void **state)
-{
+static void test_optim(void **state) {
     (void)state, each_way(optim_case);
 }
 
 // Weight decay reaches every element, gradient or not; an array of zeros with learning rate 0 and
 // the zero padding of a panel stay zero, even with eps 0.
-static void adamw_edge_case(void)
-{
+static void adamw_edge_case(void) {
     enum { N = 37 };
     dpl_adamw a = {.lr = 0.1f,
                    .b1 = 0.9f,
@@ -804,33 +735,27 @@ static void adamw_edge_case(void)
         near((double)p[i], 0.99 * (double)before[i], 2 * U * fabs((double)before[i]), "decay", 0,
              i);
 
-    for (size_t i = 0; i < N; i++)
-        p[i] = 0, g[i] = i % 2 ? 0.0f : 1.0f;
+    for (size_t i = 0; i < N; i++) p[i] = 0, g[i] = i % 2 ? 0.0f : 1.0f;
     a.lr = 0;
     dpl_adamw_step(t.ctx, &a, g, N, p, m, v, NULL);
     dpl_ctx_wait(t.ctx);
-    for (size_t i = 0; i < N; i++)
-        assert_true(p[i] == 0);
+    for (size_t i = 0; i < N; i++) assert_true(p[i] == 0);
     a.lr = 0.1f, a.eps = 0;
     dpl_adamw_step(t.ctx, &a, g, N, p, m, v, NULL);
     settle();
     for (size_t i = 0; i < N; i++) {
-        if (i % 2)
-            assert_true(p[i] == 0 && m[i] == 0 && v[i] == 0);
-        else
-            assert_true(isfinite(p[i]) && p[i] < 0);
+        if (i % 2) assert_true(p[i] == 0 && m[i] == 0 && v[i] == 0);
+        else assert_true(isfinite(p[i]) && p[i] < 0);
     }
     end();
 }
 
-static void test_adamw_edges(void **state)
-{
+static void test_adamw_edges(void **state) {
     (void)state, each_way(adamw_edge_case);
 }
 
 // One bad element anywhere shows in the sum of squares, and large ones do not overflow it.
-static void sum_squares_case(void)
-{
+static void sum_squares_case(void) {
     enum { N = 20000 };
     static const float bad[] = {NAN, INFINITY, -INFINITY};
     begin();
@@ -852,15 +777,13 @@ static void sum_squares_case(void)
     end();
 }
 
-static void test_sum_squares_not_finite(void **state)
-{
+static void test_sum_squares_not_finite(void **state) {
     (void)state, each_way(sum_squares_case);
 }
 
 /* ---- kernels and index widths ------------------------------------------------------------------- */
 
-static void kernel_case(void)
-{
+static void kernel_case(void) {
     static const float special[] = {0,      -0.0f, 1,      -87.5f, -95,      -103.9f,  -104.1f,
                                     -1e30f, 88.7f, 88.73f, 1e30f,  INFINITY, -INFINITY};
     const dpl_row_kernels *k = &t.ctx->kernels->rows;
@@ -871,8 +794,7 @@ static void kernel_case(void)
     k->exp_sub_sum(x, 0, y, N);
     for (size_t i = 0; i < N; i++) {
         const double want = exp((double)x[i]);
-        if ((float)want == INFINITY)
-            assert_true(y[i] == INFINITY);
+        if ((float)want == INFINITY) assert_true(y[i] == INFINITY);
         else if (!(fabs((double)y[i] - want) <= 4 * U * want + 0x1p-149)) // 2 ulp
             fail_msg("exp(%.9g) = %.9g, want %.9g", (double)x[i], (double)y[i], want);
     }
@@ -886,13 +808,11 @@ static void kernel_case(void)
     memcpy(x, &snan, 4);
     x[1] = INFINITY, x[2] = 3.4e38f, x[3] = -INFINITY;
     k->to_bf16(x, h, 40);
-    for (size_t i = 0; i < 40; i++)
-        assert_int_equal(h[i], dpl_f32_to_bf16(x[i]));
+    for (size_t i = 0; i < 40; i++) assert_int_equal(h[i], dpl_f32_to_bf16(x[i]));
 
     double sum = 0, dot = 0;
     for (size_t n = 0; n < 200; n++) {
-        for (size_t i = 0; i < n; i++)
-            x[i] = (float)draw(), y[i] = (float)draw();
+        for (size_t i = 0; i < n; i++) x[i] = (float)draw(), y[i] = (float)draw();
         double want_sum = 0, want_dot = 0, want_max = -INFINITY;
         for (size_t i = 0; i < n; i++) {
             want_sum += (double)x[i], want_dot += (double)x[i] * (double)y[i];
@@ -905,14 +825,12 @@ static void kernel_case(void)
     }
 }
 
-static void test_kernels(void **state)
-{
+static void test_kernels(void **state) {
     (void)state, each_way(kernel_case);
 }
 
 // Rows that start beyond 2^31 elements, in memory that is only touched where it is used.
-static void test_far_rows(void **state)
-{
+static void test_far_rows(void **state) {
     (void)state;
     enum { F = 19, ROWS = 4 };
     const size_t ld = ((size_t)1 << 30) + 64, bytes = ROWS * ld * sizeof(uint16_t);
@@ -930,22 +848,18 @@ static void test_far_rows(void **state)
     const dpl_mat gate_up = {far[0], ld, DPL_BF16}, h = {far[1], ld, DPL_BF16};
     const dpl_mat dgate_up = {far[2], ld, DPL_BF16};
     for (size_t r = 0; r < ROWS; r++)
-        for (size_t c = 0; c < dpl_gate_up_width(F); c++)
-            put(gate_up, r, c, draw());
+        for (size_t c = 0; c < dpl_gate_up_width(F); c++) put(gate_up, r, c, draw());
     dpl_swiglu_forward(t.ctx, gate_up, NULL, ROWS, F, h);
     dpl_swiglu_backward(t.ctx, h, gate_up, NULL, ROWS, F, dgate_up, NULL);
     check_swiglu(gate_up, NULL, h, ROWS, F, h, dgate_up, NULL);
     dpl_add(t.ctx, gate_up, gate_up, ROWS, F, h);
     for (size_t r = 0; r < ROWS; r++)
-        for (size_t c = 0; c < F; c++)
-            assert_true(get(h, r, c) == 2 * get(gate_up, r, c));
+        for (size_t c = 0; c < F; c++) assert_true(get(h, r, c) == 2 * get(gate_up, r, c));
     dpl_ctx_close(&t.ctx);
-    for (int i = 0; i < 3; i++)
-        munmap(far[i], bytes);
+    for (int i = 0; i < 3; i++) munmap(far[i], bytes);
 }
 
-int main(void)
-{
+int main(void) {
     const char *seed = getenv("DPL_SEED");
     t.seed = seed ? strtoull(seed, NULL, 10) : 1;
     print_message("seed %llu (DPL_SEED)\n", (unsigned long long)t.seed);

@@ -21,8 +21,7 @@
 #include "io/io.h"
 #include "scratch.h"
 
-static const char *write_raw(uint64_t header_bytes, const char *header, size_t data_bytes)
-{
+static const char *write_raw(uint64_t header_bytes, const char *header, size_t data_bytes) {
     static uint8_t bytes[1 << 16];
     const size_t n = strlen(header);
     memcpy(bytes, &header_bytes, 8);
@@ -33,8 +32,7 @@ static const char *write_raw(uint64_t header_bytes, const char *header, size_t d
     return path;
 }
 
-static dpl_status open_raw(uint64_t header_bytes, const char *header, size_t data_bytes)
-{
+static dpl_status open_raw(uint64_t header_bytes, const char *header, size_t data_bytes) {
     dpl_st_file *file = NULL;
     const dpl_status status = dpl_st_open(write_raw(header_bytes, header, data_bytes), &file);
     if (status != DPL_OK) assert_null(file);
@@ -42,8 +40,7 @@ static dpl_status open_raw(uint64_t header_bytes, const char *header, size_t dat
     return status;
 }
 
-static void hostile_headers(void **state)
-{
+static void hostile_headers(void **state) {
     (void)state;
 #define F32(name, shape, offsets) \
     "\"" name "\":{\"dtype\":\"F32\",\"shape\":" shape ",\"data_offsets\":" offsets "}"
@@ -106,8 +103,7 @@ static void hostile_headers(void **state)
                       "{" F32("a", "[0,9]", "[0,0]") "," F32("b", "[]", "[0,4]") "}", 4));
 }
 
-static void hostile_sizes(void **state)
-{
+static void hostile_sizes(void **state) {
     (void)state;
     static const uint64_t sizes[] = {
         0, 1, 3, 100000001, (uint64_t)1 << 63, UINT64_MAX, INT64_MAX, UINT64_MAX - 7};
@@ -127,8 +123,7 @@ static void hostile_sizes(void **state)
 }
 
 // Every proper beginning of a good file is an error, and so is every longer file.
-static void truncated(void **state)
-{
+static void truncated(void **state) {
     (void)state;
     static const char header[] = "{" F32("a", "[2]", "[0,8]") "}  ";
     for (size_t cut = 0;; cut++) {
@@ -139,23 +134,19 @@ static void truncated(void **state)
         assert_int_equal(truncate(path, (off_t)cut), 0);
         const dpl_status status = dpl_st_open(path, &file);
         dpl_st_close(&file);
-        if (cut == whole)
-            check_ok(status);
-        else
-            check_error(status, DPL_EFORMAT, "t.safetensors: byte", "");
+        if (cut == whole) check_ok(status);
+        else check_error(status, DPL_EFORMAT, "t.safetensors: byte", "");
         if (cut > whole) break;
     }
 }
 
 /* ---- values --------------------------------------------------------------------------------- */
 
-static void half_values(void **state)
-{
+static void half_values(void **state) {
     (void)state;
     static uint16_t codes[65536];
     static float values[65536];
-    for (size_t i = 0; i < 65536; i++)
-        codes[i] = (uint16_t)i;
+    for (size_t i = 0; i < 65536; i++) codes[i] = (uint16_t)i;
     const dpl_st_tensor tensor = {.name = "h",
                                   .dtype = DPL_ST_F16,
                                   .rank = 1,
@@ -174,8 +165,7 @@ static void half_values(void **state)
     }
 }
 
-static void all_dtypes(void **state)
-{
+static void all_dtypes(void **state) {
     (void)state;
     const double f64[] = {1.5, -0.0, 0.1};
     const float f32[] = {3.25f, -0.0f, 1e-45f};
@@ -253,8 +243,7 @@ static void all_dtypes(void **state)
 
 /* ---- writing one file ----------------------------------------------------------------------- */
 
-static void round_trip(void **state)
-{
+static void round_trip(void **state) {
     (void)state;
     const uint64_t seed = (uint64_t)(dpl_now() * 1e6);
     print_message("seed %llu\n", (unsigned long long)seed);
@@ -308,8 +297,7 @@ static void round_trip(void **state)
     dpl_st_close(NULL);
 }
 
-static void no_tensors(void **state)
-{
+static void no_tensors(void **state) {
     (void)state;
     static const char *const metadata[] = {"a", "b", NULL};
     const char *path = scratch_path("zero.safetensors");
@@ -332,8 +320,7 @@ static void no_tensors(void **state)
     dpl_st_close(&file);
 }
 
-static void writer_errors(void **state)
-{
+static void writer_errors(void **state) {
     (void)state;
     check_ok(dpl_make_dirs(scratch_path("we")));
     char path[PATH_MAX];
@@ -372,8 +359,7 @@ static void writer_errors(void **state)
     assert_int_equal(scratch_count(scratch_path("we")), 0);
 }
 
-static dpl_status write_one(const char *path, const char *bytes)
-{
+static dpl_status write_one(const char *path, const char *bytes) {
     const dpl_st_tensor tensor = {.name = "a", .dtype = DPL_ST_F32, .rank = 1, .shape = {2}};
     dpl_st_writer *writer;
     DPL_TRY(dpl_st_create(path, &tensor, 1, NULL, &writer));
@@ -382,8 +368,7 @@ static dpl_status write_one(const char *path, const char *bytes)
     return dpl_st_finish(&writer);
 }
 
-static bool one_holds(const char *path, const char *bytes)
-{
+static bool one_holds(const char *path, const char *bytes) {
     dpl_st_file *file;
     if (dpl_st_open(path, &file) != DPL_OK) return false;
     const bool same = !memcmp(dpl_st_find(file, "a")->data, bytes, 8);
@@ -391,8 +376,7 @@ static bool one_holds(const char *path, const char *bytes)
     return same;
 }
 
-static void writer_faults(void **state)
-{
+static void writer_faults(void **state) {
     (void)state;
     check_ok(dpl_make_dirs(scratch_path("wf")));
     char path[PATH_MAX];
@@ -429,8 +413,7 @@ static dpl_st_tensor shard_tensors[N_TENSORS];
 static char shard_names[N_TENSORS][8];
 
 // Tensor i has i + 1 elements; every third is F32, the others BF16.
-static void make_tensors(void)
-{
+static void make_tensors(void) {
     for (size_t i = 0; i < N_TENSORS; i++) {
         snprintf(shard_names[i], sizeof shard_names[i], "w%zu", i);
         shard_tensors[i] = (dpl_st_tensor){.name = shard_names[i],
@@ -440,8 +423,7 @@ static void make_tensors(void)
     }
 }
 
-static dpl_status fill(void *arg, size_t i_tensor, dpl_st_writer *writer)
-{
+static dpl_status fill(void *arg, size_t i_tensor, dpl_st_writer *writer) {
     uint8_t data[64];
     memset(data, *(const int *)arg + (int)i_tensor, sizeof data);
     return dpl_st_append(writer, data,
@@ -449,14 +431,12 @@ static dpl_status fill(void *arg, size_t i_tensor, dpl_st_writer *writer)
                              dpl_st_dtype_bytes(shard_tensors[i_tensor].dtype));
 }
 
-static dpl_status short_fill(void *arg, size_t i_tensor, dpl_st_writer *writer)
-{
+static dpl_status short_fill(void *arg, size_t i_tensor, dpl_st_writer *writer) {
     (void)arg;
     return i_tensor == 5 ? DPL_OK : fill(&(int){0}, i_tensor, writer);
 }
 
-static void check_shards(const char *dir, int first, size_t n_files)
-{
+static void check_shards(const char *dir, int first, size_t n_files) {
     dpl_shards *shards;
     check_ok(dpl_shards_open(dir, &shards));
     assert_int_equal(dpl_shards_count(shards), N_TENSORS);
@@ -482,8 +462,7 @@ static void check_shards(const char *dir, int first, size_t n_files)
     assert_null(shards);
 }
 
-static void shard_sets(void **state)
-{
+static void shard_sets(void **state) {
     (void)state;
     char dir[PATH_MAX];
     strcpy(dir, scratch_path("model"));
@@ -511,8 +490,7 @@ static void shard_sets(void **state)
     }
 }
 
-static void shard_stale(void **state)
-{
+static void shard_stale(void **state) {
     (void)state;
     char dir[PATH_MAX];
     strcpy(dir, scratch_path("stale"));
@@ -534,25 +512,21 @@ static void shard_stale(void **state)
     assert_int_equal(scratch_count(dir), 4);
 }
 
-static void edit_index(const char *dir, const char *tensor, const char *file, json_int_t total)
-{
+static void edit_index(const char *dir, const char *tensor, const char *file, json_int_t total) {
     char path[PATH_MAX];
     json_t *index;
     check_ok(dpl_path_join(dir, "model.safetensors.index.json", path));
     check_ok(dpl_json_read(path, &index));
     json_t *map = json_object_get(index, "weight_map");
-    if (file)
-        json_object_set_new(map, tensor, json_string(file));
-    else
-        json_object_del(map, tensor);
+    if (file) json_object_set_new(map, tensor, json_string(file));
+    else json_object_del(map, tensor);
     if (total)
         json_object_set_new(json_object_get(index, "metadata"), "total_size", json_integer(total));
     check_ok(dpl_json_write(path, index));
     json_decref(index);
 }
 
-static void shard_errors(void **state)
-{
+static void shard_errors(void **state) {
     (void)state;
     char dir[PATH_MAX];
     strcpy(dir, scratch_path("bad"));
@@ -604,8 +578,7 @@ static void shard_errors(void **state)
     assert_null(shards);
 }
 
-static void shard_writer_errors(void **state)
-{
+static void shard_writer_errors(void **state) {
     (void)state;
     char dir[PATH_MAX];
     strcpy(dir, scratch_path("swe"));
@@ -654,8 +627,7 @@ static void shard_writer_errors(void **state)
 
 /* ---- reference models ----------------------------------------------------------------------- */
 
-static void compare_folder(const char *name)
-{
+static void compare_folder(const char *name) {
     fixture want;
     assert_true(fixture_open(fixture_path("%s", name), &want));
     dpl_shards *shards;
@@ -667,15 +639,13 @@ static void compare_folder(const char *name)
         assert_non_null(got);
         assert_string_equal(dpl_st_dtype_name(got->dtype), w->dtype);
         assert_int_equal(got->rank, w->n_dims);
-        for (int j = 0; j < got->rank; j++)
-            assert_int_equal(got->shape[j], w->shape[j]);
+        for (int j = 0; j < got->rank; j++) assert_int_equal(got->shape[j], w->shape[j]);
         assert_int_equal(got->bytes, w->bytes);
         assert_memory_equal(got->data, w->data, w->bytes);
         double *values = fixture_values(w);
         float *f32 = malloc(w->n * sizeof *f32);
         check_ok(dpl_st_read_f32(got, 0, w->n, f32));
-        for (size_t j = 0; j < w->n; j++)
-            assert_true((double)f32[j] == values[j]);
+        for (size_t j = 0; j < w->n; j++) assert_true((double)f32[j] == values[j]);
         free(f32);
         free(values);
     }
@@ -684,8 +654,7 @@ static void compare_folder(const char *name)
     fixture_close(&want);
 }
 
-static void reference_models(void **state)
-{
+static void reference_models(void **state) {
     (void)state;
     static const char *const names[] = {"deepseek_v3",
                                         "deepseek_v3_noqlora",
@@ -707,8 +676,7 @@ static void reference_models(void **state)
         print_message("SKIPPED: reference_models: no fixtures\n");
         skip();
     }
-    for (size_t i = 0; i < DPL_COUNT(names); i++)
-        compare_folder(names[i]);
+    for (size_t i = 0; i < DPL_COUNT(names); i++) compare_folder(names[i]);
     dpl_st_file *file;
     check_ok(dpl_st_open(fixture_path("formats.safetensors"), &file));
     assert_int_equal(dpl_st_find(file, "nv.packed")->dtype, DPL_ST_U8);
@@ -723,8 +691,7 @@ static void reference_models(void **state)
     dpl_st_close(&file);
 }
 
-int main(void)
-{
+int main(void) {
     make_tensors();
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(hostile_headers),     cmocka_unit_test(hostile_sizes),

@@ -15,8 +15,7 @@
 #include "trainkit.h"
 
 static dpl_schedule make(const char *type, const char *style, double warmup, double decay,
-                         int64_t length)
-{
+                         int64_t length) {
     dpl_config *config = run_config(NULL);
     dpl_schedule s;
     run_set(config, "lr_schedule_type=%s", type);
@@ -30,15 +29,13 @@ static dpl_schedule make(const char *type, const char *style, double warmup, dou
     return s;
 }
 
-static double slope(double t, double n)
-{
+static double slope(double t, double n) {
     return n > 1 ? t / (n - 1) : 1;
 }
 
 // The rules in the order of MaxText's description, with segments as lists instead of one formula.
 static double by_the_rules(const char *type, const char *style, double warmup, double decay,
-                           int64_t L, int64_t t)
-{
+                           int64_t L, int64_t t) {
     const int64_t W = (int64_t)((double)L * warmup), D = (int64_t)((double)L * decay);
     const double lr0 = 0.01, lr1 = 0.001;
     if (t >= L) return 0;
@@ -54,8 +51,7 @@ static double by_the_rules(const char *type, const char *style, double warmup, d
     return lr1 + (lr0 - lr1) * 0.5 * (1 + cos(acos(-1.0) * part));
 }
 
-static void follows_the_rules(void **state)
-{
+static void follows_the_rules(void **state) {
     (void)state;
     static const char *const kinds[][2] = {
         {"cosine", "linear"}, {"wsd", "linear"}, {"wsd", "cosine"}};
@@ -75,8 +71,7 @@ static void follows_the_rules(void **state)
 }
 
 // 138: with a warm-up step 0 has rate 0, as in MaxText; the last step has the final rate.
-static void first_and_last(void **state)
-{
+static void first_and_last(void **state) {
     (void)state;
     const dpl_schedule s = make("cosine", "linear", 0.2, 0, 10),
                        none = make("cosine", "linear", 0, 0, 10);
@@ -88,8 +83,7 @@ static void first_and_last(void **state)
 }
 
 // 139: warm-up and decay of any length in runs of any length: finite, up and then down.
-static void no_division_by_zero(void **state)
-{
+static void no_division_by_zero(void **state) {
     (void)state;
     static const int cases[][3] = {{0, 0, 1}, {0, 10, 10}, {10, 0, 10}, {8, 8, 10},
                                    {1, 0, 1}, {1, 1, 1},   {5, 5, 10}};
@@ -105,17 +99,14 @@ static void no_division_by_zero(void **state)
             for (int64_t t = 0; t < L; t++) {
                 const double rate = dpl_schedule_rate(&s, t);
                 assert_true(isfinite(rate) && rate >= 0 && rate <= 0.01 + 1e-15);
-                if (rate < before)
-                    falling = true;
-                else
-                    assert_true(!falling || rate == before);
+                if (rate < before) falling = true;
+                else assert_true(!falling || rate == before);
                 before = rate;
             }
         }
 }
 
-int main(void)
-{
+int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(follows_the_rules),
         cmocka_unit_test(first_and_last),

@@ -31,28 +31,24 @@
 #define HAS_SANITIZER 0
 #endif
 
-static dpl_source *open_text(const char *path)
-{
+static dpl_source *open_text(const char *path) {
     dpl_source *source = NULL;
     check_ok(dpl_source_open(path, DPL_SOURCE_TEXT, 0, 256, &source));
     return source;
 }
 
-static void check_bytes(const dpl_source *source, uint64_t first, const void *bytes, size_t n)
-{
+static void check_bytes(const dpl_source *source, uint64_t first, const void *bytes, size_t n) {
     int32_t *ids = malloc((n + 1) * sizeof *ids);
     ids[n] = -7;
     dpl_source_read(source, first, n, ids);
-    for (size_t i = 0; i < n; i++)
-        assert_int_equal(ids[i], ((const uint8_t *)bytes)[i]);
+    for (size_t i = 0; i < n; i++) assert_int_equal(ids[i], ((const uint8_t *)bytes)[i]);
     assert_int_equal(ids[n], -7);
     free(ids);
 }
 
 /* ---- text ----------------------------------------------------------------------------------- */
 
-static void text_bytes(void **state)
-{
+static void text_bytes(void **state) {
     (void)state;
     // Invalid UTF-8 and NUL are bytes like others.
     static const char odd[] = "abc\xff\xfe d\0ef\r\n";
@@ -69,8 +65,7 @@ static void text_bytes(void **state)
     static const size_t sizes[] = {4095, 4096, 4097, 65535, 65536, 65537, 300000};
     for (size_t i = 0; i < DPL_COUNT(sizes); i++) {
         uint8_t *text = malloc(sizes[i]);
-        for (size_t j = 0; j < sizes[i]; j++)
-            text[j] = (uint8_t) "\xe2\x80\x99"[j % 3];
+        for (size_t j = 0; j < sizes[i]; j++) text[j] = (uint8_t) "\xe2\x80\x99"[j % 3];
         scratch_write(path, text, sizes[i]);
         source = open_text(path);
         assert_int_equal(dpl_source_tokens(source), sizes[i]);
@@ -81,8 +76,7 @@ static void text_bytes(void **state)
     }
 }
 
-static void text_errors(void **state)
-{
+static void text_errors(void **state) {
     (void)state;
     dpl_source *source = NULL;
     const char *path = scratch_path("small.txt");
@@ -112,8 +106,7 @@ static void text_errors(void **state)
     assert_null(source);
 }
 
-static void text_folder(void **state)
-{
+static void text_folder(void **state) {
     (void)state;
     check_ok(dpl_make_dirs(scratch_path("f/b/deep")));
     check_ok(dpl_make_dirs(scratch_path("f/.git")));
@@ -173,8 +166,7 @@ static void text_folder(void **state)
 }
 
 // Blocks, mappings and their borders, against a plain copy of everything.
-static void many_sizes(void **state)
-{
+static void many_sizes(void **state) {
     (void)state;
     const uint64_t seed = (uint64_t)(dpl_now() * 1e6);
     print_message("seed %llu\n", (unsigned long long)seed);
@@ -185,8 +177,7 @@ static void many_sizes(void **state)
         const size_t kind = dpl_rng_u64(seed, 0, i) % 4;
         const size_t limit = ((const size_t[]){20, 5000, 65536, 200000})[kind];
         const size_t n = 1 + dpl_rng_u64(seed, 1, i) % limit;
-        for (size_t j = 0; j < n; j++)
-            all[n_all + j] = (uint8_t)dpl_rng_u64(seed, i + 2, j / 8);
+        for (size_t j = 0; j < n; j++) all[n_all + j] = (uint8_t)dpl_rng_u64(seed, i + 2, j / 8);
         scratch_write(scratch_path("sizes/%03zu", i), all + n_all, n);
         starts[i] = n_all;
         n_all += n;
@@ -195,8 +186,7 @@ static void many_sizes(void **state)
     dpl_source *source = open_text(scratch_path("sizes"));
     assert_int_equal(dpl_source_tokens(source), n_all);
     assert_int_equal(dpl_source_documents(source), 100);
-    for (size_t i = 0; i <= 100; i++)
-        assert_int_equal(dpl_source_document(source, i), starts[i]);
+    for (size_t i = 0; i <= 100; i++) assert_int_equal(dpl_source_document(source, i), starts[i]);
     check_bytes(source, 0, all, n_all);
     for (size_t i = 0; i < 2000; i++) {
         const size_t first = dpl_rng_u64(seed, 500, i) % n_all;
@@ -209,8 +199,7 @@ static void many_sizes(void **state)
     free(all);
 }
 
-static size_t peak_bytes(void)
-{
+static size_t peak_bytes(void) {
     char line[256];
     size_t kb = 0;
     FILE *file = fopen("/proc/self/status", "r");
@@ -222,8 +211,7 @@ static size_t peak_bytes(void)
 }
 
 // A document costs 8 bytes, and while a folder is listed its names. DPL_TEST_FULL=1: a million.
-static void many_documents(void **state)
-{
+static void many_documents(void **state) {
     (void)state;
     const char *full = getenv("DPL_TEST_FULL");
     const size_t n = full && *full == '1' ? 1000000 : 50000;
@@ -256,8 +244,7 @@ static void many_documents(void **state)
 
 /* ---- shards --------------------------------------------------------------------------------- */
 
-static void bin_round_trip(void **state)
-{
+static void bin_round_trip(void **state) {
     (void)state;
     static const struct {
         size_t vocab;
@@ -296,8 +283,7 @@ static void bin_round_trip(void **state)
     }
 }
 
-static void bin_write_errors(void **state)
-{
+static void bin_write_errors(void **state) {
     (void)state;
     check_ok(dpl_make_dirs(scratch_path("bw")));
     char path[PATH_MAX];
@@ -324,8 +310,7 @@ static void bin_write_errors(void **state)
     assert_int_equal(n, 5); // write, sync, rename, sync of the folder; then none was left to fail
 }
 
-static void bin_headers(void **state)
-{
+static void bin_headers(void **state) {
     (void)state;
     static const struct {
         uint32_t magic, version, n;
@@ -366,8 +351,7 @@ static void bin_headers(void **state)
     }
 }
 
-static void bin_without_header(void **state)
-{
+static void bin_without_header(void **state) {
     (void)state;
     const char *path = scratch_path("raw.bin");
     scratch_write(path, "\x01\0\x02\0\xff\xff\x03\0", 8);
@@ -398,8 +382,7 @@ static void bin_without_header(void **state)
     assert_null(source);
 }
 
-static void bin_folder(void **state)
-{
+static void bin_folder(void **state) {
     (void)state;
     check_ok(dpl_make_dirs(scratch_path("bins")));
     scratch_text(scratch_path("bins/README.md"), "text");
@@ -422,14 +405,12 @@ static void bin_folder(void **state)
         assert_int_equal(dpl_source_document(source, i), starts[i]);
     int32_t ids[6];
     dpl_source_read(source, 0, 6, ids);
-    for (int i = 0; i < 6; i++)
-        assert_int_equal(ids[i], i + 1);
+    for (int i = 0; i < 6; i++) assert_int_equal(ids[i], i + 1);
     dpl_source_close(&source);
 }
 
 // Three sparse documents of 2^30 tokens: positions and byte offsets beyond 32 bits.
-static void huge_offsets(void **state)
-{
+static void huge_offsets(void **state) {
     (void)state;
     check_ok(dpl_make_dirs(scratch_path("huge")));
     const off_t bytes = (off_t)1 << 31;
@@ -462,8 +443,7 @@ static void huge_offsets(void **state)
     dpl_source_close(&source);
 }
 
-int main(void)
-{
+int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(text_bytes),         cmocka_unit_test(text_errors),
         cmocka_unit_test(text_folder),        cmocka_unit_test(many_sizes),

@@ -20,15 +20,13 @@
 
 /* ---- MaxText ---- */
 
-static double json_at(const json_t *row, const char *key)
-{
+static double json_at(const json_t *row, const char *key) {
     const json_t *value = json_object_get(row, key);
     assert_non_null(value);
     return json_number_value(value);
 }
 
-static void follow_maxtext(int n_batch, int n_micros)
-{
+static void follow_maxtext(int n_batch, int n_micros) {
     const char *dir = fixture_path("maxtext_trajectory");
     dpl_config *config = run_config(NULL);
     dpl_config_close(&config);
@@ -46,8 +44,7 @@ static void follow_maxtext(int n_batch, int n_micros)
                                 "learning_rate=1e-3",
                                 "warmup_steps_fraction=0.2",
                                 "routed_bias_update_rate=0.001"};
-    for (size_t i = 0; i < DPL_COUNT(more); i++)
-        run_set(config, "%s", more[i]);
+    for (size_t i = 0; i < DPL_COUNT(more); i++) run_set(config, "%s", more[i]);
     dpl_ctx *ctx = run_ctx(2);
     dpl_trainer *t = run_open(ctx, config);
 
@@ -85,8 +82,7 @@ static void follow_maxtext(int n_batch, int n_micros)
     dpl_config_close(&config);
 }
 
-static void ten_steps_of_maxtext(void **state)
-{
+static void ten_steps_of_maxtext(void **state) {
     (void)state;
     if (!fixture_root()) skip();
     follow_maxtext(4, 1);
@@ -96,14 +92,12 @@ static void ten_steps_of_maxtext(void **state)
 /* ---- invariance ---- */
 
 // Bias after one step from 0: one update by the sign over all micro-batches (25).
-static void check_first_bias(const dpl_trainer *t)
-{
+static void check_first_bias(const dpl_trainer *t) {
     const dpl_model_config *c = &t->model->config;
     for (size_t layer = c->n_dense; layer < c->n_layers; layer++) {
         const int64_t *count = t->model->counts + layer * c->n_experts;
         int64_t all = 0;
-        for (size_t e = 0; e < c->n_experts; e++)
-            all += count[e];
+        for (size_t e = 0; e < c->n_experts; e++) all += count[e];
         assert_int_equal(all, t->batch.n_batch * t->batch.n_seq * c->top_k);
         for (size_t e = 0; e < c->n_experts; e++) {
             const int64_t excess = all - count[e] * (int64_t)c->n_experts;
@@ -114,8 +108,7 @@ static void check_first_bias(const dpl_trainer *t)
 }
 
 // The same global batch in 1, 2, 4 micro-batches: loss, auxiliary losses (33, 35), norm, counts, bias (25).
-static void micro_batches_change_nothing(void **state)
-{
+static void micro_batches_change_nothing(void **state) {
     (void)state;
     static const int n_micros[] = {1, 2, 4};
     dpl_ctx *ctx = run_ctx(2);
@@ -153,8 +146,7 @@ static void micro_batches_change_nothing(void **state)
     dpl_ctx_close(&ctx);
 }
 
-static void threads_change_no_bit(void **state)
-{
+static void threads_change_no_bit(void **state) {
     (void)state;
     static const int n_threads[] = {1, 2, 3, 8};
     static const char *const dtypes[] = {"dtype=float32", "dtype=bfloat16"};
@@ -178,12 +170,10 @@ static void threads_change_no_bit(void **state)
 }
 
 // 29, 146: evaluation leaves no trace, and starts afresh each time.
-static void evaluation_changes_nothing(void **state)
-{
+static void evaluation_changes_nothing(void **state) {
     (void)state;
     char text[4000];
-    for (size_t i = 0; i < sizeof text; i++)
-        text[i] = (char)(dpl_rng_u64(1, 2, i) % 64);
+    for (size_t i = 0; i < sizeof text; i++) text[i] = (char)(dpl_rng_u64(1, 2, i) % 64);
     const char *path = scratch_path("eval.txt");
     scratch_write(path, text, sizeof text);
     dpl_ctx *ctx = run_ctx(2);
@@ -213,8 +203,7 @@ typedef struct masks {
     int32_t ids[128], targets[128], in[128], out[128];
 } masks;
 
-static void fill_masks(masks *b)
-{
+static void fill_masks(masks *b) {
     for (int i = 0; i < 128; i++) {
         b->ids[i] = (int32_t)(dpl_rng_u64(3, 1, (uint64_t)i) % 64);
         b->targets[i] = (int32_t)(dpl_rng_u64(3, 2, (uint64_t)i) % 64);
@@ -223,8 +212,7 @@ static void fill_masks(masks *b)
 }
 
 static dpl_trainer *open_masks(dpl_ctx *ctx, const masks *b, int n_batch, int n_micros,
-                               const char *extra)
-{
+                               const char *extra) {
     const char *path = scratch_path("masks.safetensors");
     run_write_batch(path, (size_t)(n_batch * n_micros), 16, b->ids, b->targets, b->in, b->out);
     dpl_config *config = run_config("dataset_type=safetensors", extra, NULL);
@@ -237,8 +225,7 @@ static dpl_trainer *open_masks(dpl_ctx *ctx, const masks *b, int n_batch, int n_
 }
 
 // 125, 126: the sum over tokens that count, divided by their number, wherever they stand.
-static void masked_tokens_do_not_count(void **state)
-{
+static void masked_tokens_do_not_count(void **state) {
     (void)state;
     masks b;
     fill_masks(&b);
@@ -274,8 +261,7 @@ static void masked_tokens_do_not_count(void **state)
 }
 
 // 123, 124, 128: padding is not routed, not counted and does not change the loss or the auxiliary loss.
-static void padding_is_not_routed(void **state)
-{
+static void padding_is_not_routed(void **state) {
     (void)state;
     masks b;
     fill_masks(&b);
@@ -285,8 +271,7 @@ static void padding_is_not_routed(void **state)
     dpl_trainer *padded = open_masks(ctx, &b, 4, 1, "load_balance_loss_weight=0.01");
     const dpl_step_metrics a = run_steps(padded, 1);
     int64_t all = 0;
-    for (size_t e = 0; e < 8; e++)
-        all += padded->model->counts[8 + e];
+    for (size_t e = 0; e < 8; e++) all += padded->model->counts[8 + e];
     assert_int_equal(all, 4 * 12 * 2);
     for (int i = 0; i < 64; i++) // other bytes in the padding
         if (i % 16 >= 12) b.ids[i] = 63 - b.ids[i];
@@ -321,8 +306,7 @@ static void padding_is_not_routed(void **state)
 }
 
 // Nothing counts: loss 0, gradients 0; what remains of the update is the decay (140).
-static void decay_alone(const char *mask, bool norms_decay)
-{
+static void decay_alone(const char *mask, bool norms_decay) {
     masks b;
     fill_masks(&b);
     memset(b.out, 0, sizeof b.out);
@@ -350,8 +334,7 @@ static void decay_alone(const char *mask, bool norms_decay)
     dpl_ctx_close(&ctx);
 }
 
-static void decay_reaches_all_but_the_mask(void **state)
-{
+static void decay_reaches_all_but_the_mask(void **state) {
     (void)state;
     decay_alone("[]", true);
     decay_alone("[\".*norm.*\"]", false);
@@ -361,8 +344,7 @@ static void decay_reaches_all_but_the_mask(void **state)
 /* ---- values that are not finite ---- */
 
 // 52, 127: nothing is applied, and the message says where.
-static void not_finite_changes_nothing(void **state)
-{
+static void not_finite_changes_nothing(void **state) {
     (void)state;
     dpl_ctx *ctx = run_ctx(2);
     dpl_config *config = run_config("gradient_accumulation_steps=2", NULL);
@@ -396,8 +378,7 @@ static void not_finite_changes_nothing(void **state)
 /* ---- optimizers, clipping, masks ---- */
 
 // 53: 0 switches clipping off, a huge threshold never clips, a small one scales to the threshold.
-static void clipping(void **state)
-{
+static void clipping(void **state) {
     (void)state;
     static const char *const values[] = {"gradient_clipping_threshold=0",
                                          "gradient_clipping_threshold=1e30",
@@ -425,8 +406,7 @@ static void clipping(void **state)
 }
 
 // One element followed in double precision over three steps.
-static void follow_element(const char *opt_type)
-{
+static void follow_element(const char *opt_type) {
     dpl_ctx *ctx = run_ctx(1);
     dpl_config *config = run_config("gradient_clipping_threshold=0", opt_type, NULL);
     dpl_trainer *t = run_open(ctx, config);
@@ -455,16 +435,14 @@ static void follow_element(const char *opt_type)
     dpl_ctx_close(&ctx);
 }
 
-static void optimizers_by_hand(void **state)
-{
+static void optimizers_by_hand(void **state) {
     (void)state;
     follow_element("opt_type=adamw");
     follow_element("opt_type=adam_pax");
     follow_element("opt_type=sgd");
 }
 
-static void only_what_is_to_be_trained(void **state)
-{
+static void only_what_is_to_be_trained(void **state) {
     (void)state;
     dpl_ctx *ctx = run_ctx(2);
     dpl_config *config = run_config("trainable_parameters_mask=[\"experts\", \"^lm_head\"]", NULL);
@@ -498,8 +476,7 @@ static void only_what_is_to_be_trained(void **state)
 }
 
 // 28: steps of 0.001 from 0.75 are not lost.
-static void bias_steps_are_kept(void **state)
-{
+static void bias_steps_are_kept(void **state) {
     (void)state;
     dpl_ctx *ctx = run_ctx(1);
     dpl_config *config = run_config("dtype=bfloat16", NULL);
@@ -508,8 +485,7 @@ static void bias_steps_are_kept(void **state)
     bias[0] = 0.75f;
     memset(t->model->counts, 0, 3 * 8 * sizeof(int64_t));
     t->model->counts[8 + 1] = 16; // all on expert 1
-    for (int i = 0; i < 10; i++)
-        dpl_model_update_bias(t->model, 0.001);
+    for (int i = 0; i < 10; i++) dpl_model_update_bias(t->model, 0.001);
     assert_true(fabs(bias[0] - 0.76) < 1e-6 && fabs(bias[1] + 0.01) < 1e-6);
     dpl_trainer_close(&t);
     dpl_config_close(&config);
@@ -517,8 +493,7 @@ static void bias_steps_are_kept(void **state)
 }
 
 // 22: one expert a token with normalized weights learns nothing in the router; the user is told.
-static void one_expert_normalized_is_told(void **state)
-{
+static void one_expert_normalized_is_told(void **state) {
     (void)state;
     dpl_ctx *ctx = run_ctx(1);
     for (int norm = 0; norm < 2; norm++) {
@@ -542,8 +517,7 @@ static void one_expert_normalized_is_told(void **state)
 }
 
 // bf16 learns as well, and its compute copy follows the masters.
-static void bf16_trains(void **state)
-{
+static void bf16_trains(void **state) {
     (void)state;
     dpl_ctx *ctx = run_ctx(2);
     dpl_config *config = run_config("dtype=bfloat16", "steps=40", NULL);
@@ -557,8 +531,7 @@ static void bf16_trains(void **state)
     dpl_ctx_close(&ctx);
 }
 
-int main(void)
-{
+int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(ten_steps_of_maxtext),
         cmocka_unit_test(micro_batches_change_nothing),

@@ -20,15 +20,13 @@ static const char *const folders[] = {
     "deepseek_v3",      "deepseek_v3_noqlora", "deepseek_v3_yarn",  "deepseek_v3_halfrope",
     "deepseek_v3_bf16", "deepseek_v3_mtp",     "maxtext_trajectory"};
 
-static void open_folder(const char *dir, dpl_dtype dtype, kit *k)
-{
+static void open_folder(const char *dir, dpl_dtype dtype, kit *k) {
     dpl_model_config config;
     check_ok(dpl_model_read_config(dir, &config, NULL));
     assert_true(kit_open(&config, dtype, NULL, 2, false, NULL, k));
 }
 
-static void assert_same_weights(const kit *a, const kit *b)
-{
+static void assert_same_weights(const kit *a, const kit *b) {
     const dpl_model_config *c = &a->model->config;
     assert_int_equal(a->model->params.elems, b->model->params.elems);
     assert_memory_equal(a->model->params.master, b->model->params.master,
@@ -38,8 +36,7 @@ static void assert_same_weights(const kit *a, const kit *b)
 }
 
 // A folder for one model, empty.
-static const char *fresh_dir(const char *name)
-{
+static const char *fresh_dir(const char *name) {
     const char *dir = scratch_path("%s", name);
     check_ok(dpl_remove_tree(dir));
     check_ok(dpl_make_dirs(dir));
@@ -49,8 +46,7 @@ static const char *fresh_dir(const char *name)
 /* ---- round trips ---- */
 
 // The files of another program are the judge of what was loaded.
-static void assert_holds(const kit *k, const fixture *f)
-{
+static void assert_holds(const kit *k, const fixture *f) {
     for (int i = 0; i < f->n; i++) {
         const dpl_disk_tensor *t = kit_disk(k->model, f->at[i].name);
         double *want = fixture_values(&f->at[i]);
@@ -62,8 +58,7 @@ static void assert_holds(const kit *k, const fixture *f)
 }
 
 // Names, shapes and, when `same_dtype`, dtypes of one directory are those of another.
-static void assert_same_tensors(const char *got_dir, const fixture *want, bool same_dtype)
-{
+static void assert_same_tensors(const char *got_dir, const fixture *want, bool same_dtype) {
     fixture got;
     assert_true(fixture_open(got_dir, &got));
     assert_int_equal(got.n, want->n);
@@ -71,8 +66,7 @@ static void assert_same_tensors(const char *got_dir, const fixture *want, bool s
         const fixture_tensor *w = &want->at[i], *g = fixture_find(&got, w->name);
         if (!g) fail_msg("%s was not written", w->name);
         assert_int_equal(g->n_dims, w->n_dims);
-        for (int d = 0; d < w->n_dims; d++)
-            assert_int_equal(g->shape[d], w->shape[d]);
+        for (int d = 0; d < w->n_dims; d++) assert_int_equal(g->shape[d], w->shape[d]);
         if (!same_dtype) continue;
         if (strcmp(g->dtype, w->dtype) != 0) fail_msg("%s is %s", w->name, g->dtype);
         assert_memory_equal(g->data, w->data, w->bytes);
@@ -80,8 +74,7 @@ static void assert_same_tensors(const char *got_dir, const fixture *want, bool s
     fixture_close(&got);
 }
 
-static void folders_survive_a_round_trip(void **state)
-{
+static void folders_survive_a_round_trip(void **state) {
     (void)state;
     if (!fixture_root()) skip();
     for (size_t i = 0; i < DPL_COUNT(folders); i++) {
@@ -109,8 +102,7 @@ static void folders_survive_a_round_trip(void **state)
     }
 }
 
-static void random_kit(const oracle_config *c, uint64_t seed, kit *k)
-{
+static void random_kit(const oracle_config *c, uint64_t seed, kit *k) {
     scene s;
     const dpl_model_config config = scene_config(c);
     scene_open(c, seed, 1, 4, false, &s);
@@ -118,8 +110,7 @@ static void random_kit(const oracle_config *c, uint64_t seed, kit *k)
     scene_close(&s);
 }
 
-static oracle_config small_config(void)
-{
+static oracle_config small_config(void) {
     return (oracle_config){
         .V = 70,
         .D = 24,
@@ -143,8 +134,7 @@ static oracle_config small_config(void)
     };
 }
 
-static void bf16_files_keep_the_router_in_fp32(void **state)
-{
+static void bf16_files_keep_the_router_in_fp32(void **state) {
     (void)state;
     const oracle_config c = small_config();
     kit k, again;
@@ -177,8 +167,7 @@ static void bf16_files_keep_the_router_in_fp32(void **state)
     kit_close(&again);
 }
 
-static void random_models_survive_a_round_trip_in_shards(void **state)
-{
+static void random_models_survive_a_round_trip_in_shards(void **state) {
     (void)state;
     for (uint64_t seed = 1; seed <= 4; seed++) {
         scene s;
@@ -239,8 +228,7 @@ typedef struct file_set {
     size_t n;
 } file_set;
 
-static file_set set_of(const dpl_model *m)
-{
+static file_set set_of(const dpl_model *m) {
     file_set s = {test_calloc(m->n_disk + 2, sizeof(file_tensor)), m->n_disk};
     for (size_t i = 0; i < m->n_disk; i++) {
         const dpl_disk_tensor *t = &m->disk[i];
@@ -254,16 +242,14 @@ static file_set set_of(const dpl_model *m)
     return s;
 }
 
-static file_tensor *set_find(file_set *s, const char *name)
-{
+static file_tensor *set_find(file_set *s, const char *name) {
     for (size_t i = 0; i < s->n; i++)
         if (strcmp(s->at[i].name, name) == 0) return &s->at[i];
     fail_msg("no tensor %s", name);
     return NULL;
 }
 
-static void set_add(file_set *s, const char *name, size_t like)
-{
+static void set_add(file_set *s, const char *name, size_t like) {
     file_tensor *f = &s->at[s->n++];
     *f = s->at[like];
     snprintf(f->name, sizeof f->name, "%s", name);
@@ -272,10 +258,8 @@ static void set_add(file_set *s, const char *name, size_t like)
     memcpy(f->values, s->at[like].values, n * sizeof(float));
 }
 
-static void set_close(file_set *s)
-{
-    for (size_t i = 0; i < s->n; i++)
-        free(s->at[i].values);
+static void set_close(file_set *s) {
+    for (size_t i = 0; i < s->n; i++) free(s->at[i].values);
     test_free(s->at);
 }
 
@@ -284,14 +268,12 @@ typedef struct writing {
     float *const *values;
 } writing;
 
-static dpl_status fill(void *p, size_t i, dpl_st_writer *writer)
-{
+static dpl_status fill(void *p, size_t i, dpl_st_writer *writer) {
     const writing *w = p;
     return dpl_st_append(writer, w->values[i], w->tensors[i].bytes);
 }
 
-static void set_write(const file_set *s, const char *dir)
-{
+static void set_write(const file_set *s, const char *dir) {
     dpl_st_tensor *tensors = test_calloc(s->n, sizeof *tensors);
     float **values = test_calloc(s->n, sizeof *values);
     size_t n = 0;
@@ -313,8 +295,7 @@ static void set_write(const file_set *s, const char *dir)
 
 #define EXPERT "model.layers.1.mlp.experts.3.up_proj.weight"
 
-static void missing_and_unknown_tensors_are_both_listed(void **state)
-{
+static void missing_and_unknown_tensors_are_both_listed(void **state) {
     (void)state;
     const oracle_config c = small_config();
     kit k;
@@ -349,8 +330,7 @@ static void missing_and_unknown_tensors_are_both_listed(void **state)
         free(s.at[--s.n].values);
     }
     // More than a message holds: the number is right all the same.
-    for (size_t i = 0; i < s.n; i++)
-        s.at[i].left_out = i > 2;
+    for (size_t i = 0; i < s.n; i++) s.at[i].left_out = i > 2;
     set_write(&s, dir);
     char part[64];
     snprintf(part, sizeof part, "%zu tensors are missing", s.n - 3 - 2); // the copies may be
@@ -359,8 +339,7 @@ static void missing_and_unknown_tensors_are_both_listed(void **state)
     kit_close(&k);
 }
 
-static void wrong_shapes_and_types_are_errors(void **state)
-{
+static void wrong_shapes_and_types_are_errors(void **state) {
     (void)state;
     const oracle_config c = small_config();
     kit k;
@@ -393,8 +372,7 @@ static void wrong_shapes_and_types_are_errors(void **state)
     kit_close(&k);
 }
 
-static void copies_of_an_mtp_layer_must_be_equal(void **state)
-{
+static void copies_of_an_mtp_layer_must_be_equal(void **state) {
     (void)state;
     static const char *const copies[] = {"model.layers.2.embed_tokens.weight",
                                          "model.layers.2.shared_head.head.weight"};
@@ -419,8 +397,7 @@ static void copies_of_an_mtp_layer_must_be_equal(void **state)
         fixture f;
         check_ok(dpl_model_save(k.model, dir, DPL_F32, 0));
         assert_true(fixture_open(dir, &f));
-        for (int i = 0; i < 2; i++)
-            assert_non_null(fixture_find(&f, copies[i]));
+        for (int i = 0; i < 2; i++) assert_non_null(fixture_find(&f, copies[i]));
         assert_int_equal(f.n, k.model->n_disk);
         fixture_close(&f);
         set_close(&s);
@@ -428,8 +405,7 @@ static void copies_of_an_mtp_layer_must_be_equal(void **state)
     }
 }
 
-static void tied_models_take_a_head_that_is_equal(void **state)
-{
+static void tied_models_take_a_head_that_is_equal(void **state) {
     (void)state;
     oracle_config c = small_config();
     c.tied = true, c.mtp_layers = 0;
@@ -460,8 +436,7 @@ static void tied_models_take_a_head_that_is_equal(void **state)
     kit_close(&again);
 }
 
-static void layers_beyond_are_left_unread_with_a_notice(void **state)
-{
+static void layers_beyond_are_left_unread_with_a_notice(void **state) {
     (void)state;
     oracle_config c = small_config();
     kit with, without;
@@ -496,8 +471,7 @@ static void layers_beyond_are_left_unread_with_a_notice(void **state)
     kit_close(&without);
 }
 
-static void missing_shards_are_named(void **state)
-{
+static void missing_shards_are_named(void **state) {
     (void)state;
     const oracle_config c = small_config();
     kit k;
@@ -517,8 +491,7 @@ static void missing_shards_are_named(void **state)
 
 /* ---- flat arrays ---- */
 
-static void moments_survive_a_round_trip(void **state)
-{
+static void moments_survive_a_round_trip(void **state) {
     (void)state;
     const oracle_config c = small_config();
     kit k;
@@ -535,8 +508,7 @@ static void moments_survive_a_round_trip(void **state)
     const char *path = scratch_path("moments.safetensors");
     check_ok(dpl_model_save_flat(k.model, path, prefixes, flats, 2));
     check_ok(dpl_model_load_flat(k.model, path, prefixes, again, 2));
-    for (int f = 0; f < 2; f++)
-        assert_memory_equal(flats[f], again[f], n * sizeof(float));
+    for (int f = 0; f < 2; f++) assert_memory_equal(flats[f], again[f], n * sizeof(float));
     dpl_st_file *file;
     check_ok(dpl_st_open(path, &file));
     assert_non_null(dpl_st_find(file, "v." EXPERT));
@@ -546,15 +518,13 @@ static void moments_survive_a_round_trip(void **state)
     static const char *const others[] = {"m.", "w."};
     check_error(dpl_model_load_flat(k.model, path, others, again, 2), DPL_EFORMAT, "w.model",
                 "moments.safetensors");
-    for (int f = 0; f < 2; f++)
-        free(flats[f]), free(again[f]);
+    for (int f = 0; f < 2; f++) free(flats[f]), free(again[f]);
     kit_close(&k);
 }
 
 /* ---- faults ---- */
 
-static void failing_allocations_and_writes_are_errors(void **state)
-{
+static void failing_allocations_and_writes_are_errors(void **state) {
     (void)state;
     const oracle_config c = small_config();
     kit k, again;
@@ -590,8 +560,7 @@ static void failing_allocations_and_writes_are_errors(void **state)
     kit_close(&again);
 }
 
-int main(void)
-{
+int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(folders_survive_a_round_trip),
         cmocka_unit_test(bf16_files_keep_the_router_in_fp32),

@@ -46,8 +46,7 @@ static const char *const tiny[] = {
     "dataset_type=synthetic",
 };
 
-void run_set(dpl_config *config, const char *format, ...)
-{
+void run_set(dpl_config *config, const char *format, ...) {
     char text[4200];
     va_list args;
     va_start(args, format);
@@ -56,12 +55,10 @@ void run_set(dpl_config *config, const char *format, ...)
     check_ok(dpl_config_set(config, text));
 }
 
-dpl_config *run_config(const char *assignment, ...)
-{
+dpl_config *run_config(const char *assignment, ...) {
     dpl_config *config = NULL;
     check_ok(dpl_config_open(NULL, &config));
-    for (size_t i = 0; i < DPL_COUNT(tiny); i++)
-        run_set(config, "%s", tiny[i]);
+    for (size_t i = 0; i < DPL_COUNT(tiny); i++) run_set(config, "%s", tiny[i]);
     run_set(config, "base_output_directory=%s", scratch_path("runs"));
     va_list args;
     va_start(args, assignment);
@@ -71,30 +68,25 @@ dpl_config *run_config(const char *assignment, ...)
     return config;
 }
 
-dpl_ctx *run_ctx(int n_threads)
-{
+dpl_ctx *run_ctx(int n_threads) {
     dpl_ctx *ctx = NULL;
     check_ok(dpl_ctx_open(n_threads, &ctx));
     return ctx;
 }
 
-dpl_trainer *run_open(dpl_ctx *ctx, const dpl_config *config)
-{
+dpl_trainer *run_open(dpl_ctx *ctx, const dpl_config *config) {
     dpl_trainer *t = NULL;
     check_ok(dpl_trainer_open(ctx, config, &t));
     return t;
 }
 
-dpl_step_metrics run_steps(dpl_trainer *t, int n)
-{
+dpl_step_metrics run_steps(dpl_trainer *t, int n) {
     dpl_step_metrics m = {0};
-    for (int i = 0; i < n; i++)
-        check_ok(dpl_trainer_step(t, &m));
+    for (int i = 0; i < n; i++) check_ok(dpl_trainer_step(t, &m));
     return m;
 }
 
-void run_same_state(const dpl_trainer *a, const dpl_trainer *b)
-{
+void run_same_state(const dpl_trainer *a, const dpl_trainer *b) {
     const size_t bytes = a->model->params.elems * sizeof(float);
     const dpl_model_config *c = &a->model->config;
     assert_int_equal(a->model->params.elems, b->model->params.elems);
@@ -110,8 +102,7 @@ void run_same_state(const dpl_trainer *a, const dpl_trainer *b)
     assert_int_equal(a->optimizer->n_updates, b->optimizer->n_updates);
 }
 
-double run_weight_distance(const dpl_trainer *a, const dpl_trainer *b)
-{
+double run_weight_distance(const dpl_trainer *a, const dpl_trainer *b) {
     double most = 0;
     for (size_t i = 0; i < a->model->params.elems; i++)
         most = fmax(most, fabs((double)a->model->params.master[i] - b->model->params.master[i]));
@@ -120,12 +111,10 @@ double run_weight_distance(const dpl_trainer *a, const dpl_trainer *b)
 
 void run_write_batch(const char *path, size_t n_batch, size_t n_seq, const int32_t *inputs,
                      const int32_t *targets, const int32_t *input_segments,
-                     const int32_t *target_segments)
-{
+                     const int32_t *target_segments) {
     const size_t n = n_batch * n_seq;
     int32_t *ones = malloc(n * sizeof *ones);
-    for (size_t i = 0; i < n; i++)
-        ones[i] = 1;
+    for (size_t i = 0; i < n; i++) ones[i] = 1;
     const struct {
         const char *name;
         const int32_t *data;
