@@ -15,6 +15,8 @@
  *   - Pointers are borrowed for the call. What dpl_x_open() gives is owned by the caller, who calls
  *     dpl_x_close(): it sets the pointer to NULL; NULL, or a pointer to NULL, is fine.
  *   - A handle is used by one thread at a time. Two handles are independent.
+ *   - It is deterministic: equal inputs, ranks and CPU level give equal bits, for any number of
+ *     threads. No peer has a part in it, except in section 6. "Cost" is told unless it is small.
  */
 #ifndef DROPLESS_H
 #define DROPLESS_H
@@ -76,13 +78,9 @@ DPL_API const char *dpl_error_message(void);
 /** Threads, kernels of this CPU, and the memory of a step. */
 typedef struct dpl_ctx dpl_ctx;
 
-/** Open a context.
- * @param n_threads Worker threads, the caller included, at most 4096; 0: as many as affinity and
- *                  cgroup limits of this process allow; 1 creates no thread.
- * @param ctx_out   Must outlive everything opened with it.
- * @return Also DPL_EINVAL where the environment's DPL_CPU names no level that this machine has.
- * Collective: no. Deterministic: results never depend on the number of threads. Cost: creates them.
- */
+/** Open a context; it must outlive everything opened with it. n_threads counts the caller, to 4096;
+ * 0: as many as affinity and cgroup limits of this process allow. DPL_EINVAL too where the
+ * environment's DPL_CPU names no level that this machine has. Cost: creates threads. */
 DPL_API dpl_status dpl_ctx_open(int n_threads, dpl_ctx **ctx_out);
 DPL_API void dpl_ctx_close(dpl_ctx **ctx);
 
@@ -116,7 +114,7 @@ DPL_API size_t dpl_gemm_packed_bytes(const dpl_gemm_grouped *g);
  * @param w          (n_groups, n, k), row-major, fp32.
  * @param packed_out dpl_gemm_packed_bytes(g) long, 64-byte aligned.
  * @return DPL_ENOSPC.
- * Collective: no. Deterministic: yes. Cost: one pass over w. */
+ * Cost: one pass over w. */
 DPL_API dpl_status dpl_gemm_pack(dpl_ctx *ctx, const dpl_gemm_grouped *g, const float *w, void *ws,
                                  size_t ws_bytes, void *packed_out);
 
@@ -127,9 +125,8 @@ DPL_API dpl_status dpl_gemm_pack(dpl_ctx *ctx, const dpl_gemm_grouped *g, const 
  * @param y_out, dx_out  Written for the rows of groups. Must not overlap the inputs.
  * @param dw       (n_groups, n, k) row-major fp32. That of an empty group keeps its bits.
  * @return DPL_ENOSPC; the message of DPL_EINVAL names group or field.
- * Collective: no. Deterministic: a row of y and dx depends on that row, W_g and CPU level alone.
- * Cost: 2 * rows * n * k operations; not packed: a pass over the weights of groups that have rows.
- */
+ * Deterministic: a row of y and dx depends on that row, W_g and CPU level alone.
+ * Cost: 2 * rows * n * k operations; not packed: a pass over the weights of groups with rows. */
 DPL_API dpl_status dpl_gemm_grouped_forward(dpl_ctx *ctx, const dpl_gemm_grouped *g, const void *x,
                                             const void *w, void *ws, size_t ws_bytes, void *y_out);
 DPL_API dpl_status dpl_gemm_grouped_dgrad(dpl_ctx *ctx, const dpl_gemm_grouped *g, const void *dy,
@@ -156,27 +153,24 @@ typedef struct dpl_route_rule {
  * @param ids_out, weights_out  (T, K), in falling order of choice.
  * @param counts_out  (E): tokens that chose each expert. NULL: not wanted.
  * @return DPL_ENUMERIC a logit is NaN or infinite, the message names the token.
- * Collective: no. Deterministic: a token's result depends on that token alone. Cost: T * E. */
+ * Deterministic: a token's result depends on that token alone. */
 DPL_API dpl_status dpl_router_route(dpl_ctx *ctx, const dpl_route_rule *rule, size_t n_tokens,
                                     const float *logits, const float *bias, const int32_t *segment,
                                     float *score_out, int32_t *ids_out, float *weights_out,
                                     int64_t *counts_out);
 
 /** dlogits_out (T, E) from dweights (T, K) and what dpl_router_route() gave. An id that is out of
- * range or twice in a token is DPL_EINVAL.
- * Collective: no. Deterministic: yes. Cost: T * E. */
+ * range or twice in a token is DPL_EINVAL. */
 DPL_API dpl_status dpl_router_route_backward(dpl_ctx *ctx, const dpl_route_rule *rule,
                                              size_t n_tokens, const float *score,
                                              const int32_t *ids, const float *dweights,
                                              float *dlogits_out);
 
 /** Sort slots by expert, then token; slot = token * K + k.
- * @param ids          (T, K): 0 to E-1, distinct within a token; -1 skips the slot. The message of
- *                     DPL_EINVAL names the token.
+ * @param ids          (T, K): 0 to E-1, distinct within a token; -1 skips the slot.
  * @param offsets_out  (E + 1): the rows of expert e are offsets[e] .. offsets[e+1]-1.
  * @param slot_row_out (T * K): the row of a slot, -1 where skipped.
- * @param row_slot_out (T * K): the slot of a row; offsets[E] entries are written.
- * Collective: no. Deterministic: yes. Cost: T * K. */
+ * @param row_slot_out (T * K): the slot of a row; offsets[E] entries are written. */
 DPL_API dpl_status dpl_moe_permute(dpl_ctx *ctx, const int32_t *ids, size_t n_tokens, size_t top_k,
                                    size_t n_experts, int64_t *offsets_out, int32_t *slot_row_out,
                                    int32_t *row_slot_out);
@@ -203,17 +197,14 @@ typedef struct dpl_layer_gradients { /* the same shapes; NULL: not wanted */
     float *router, *gate, *up, *down, *shared_gate, *shared_up, *shared_down;
 } dpl_layer_gradients;
 
-/**
- * Open a layer with zero weights and gradients. ctx must outlive it; any number of layers may share
- * one, on one thread.
- * Collective: no. Deterministic: yes. Cost: memory of the weights in dtype and once in fp32. */
+/** Open a layer with zero weights and gradients. ctx must outlive it; any number of layers may share
+ * one, on one thread. Cost: memory of the weights in dtype and once in fp32. */
 DPL_API dpl_status dpl_layer_open(const dpl_layer_config *config, dpl_ctx *ctx,
                                   dpl_layer **layer_out);
 DPL_API void dpl_layer_close(dpl_layer **layer);
 
 /** Copy all weights into the layer. DPL_EINVAL: one that the layer needs is NULL, or a bias or
- * router weight is not finite; nothing is changed then.
- * Collective: no. Deterministic: yes. Cost: one pass over the weights. */
+ * router weight is not finite; nothing is changed then. Cost: one pass over the weights. */
 DPL_API dpl_status dpl_layer_set_weights(dpl_layer *layer, const dpl_layer_weights *weights);
 
 /** Bytes that a forward pass of n_tokens keeps, whatever the routing. 0: T * K exceeds 2^31 - 1. */
@@ -228,7 +219,7 @@ DPL_API size_t dpl_layer_workspace_bytes(const dpl_layer *layer, size_t n_tokens
  * @param y_out      (T, D), row distance ld_y. Must not overlap x.
  * @param counts_out (E): tokens that chose each expert. NULL: not wanted.
  * @return DPL_ENOSPC; DPL_ENUMERIC a router logit is NaN or infinite, the message names the token.
- * Collective: no. Deterministic: a row of y depends on that row of x, weights and CPU level alone.
+ * Deterministic: a row of y depends on that row of x, weights and CPU level alone.
  * Cost: 6 * D * F * (T * K) operations and the shared expert's; step memory of ctx for the rows. */
 DPL_API dpl_status dpl_layer_forward(dpl_layer *layer, const void *x, size_t ld_x, size_t n_tokens,
                                      const int32_t *segment, void *ws, size_t ws_bytes, void *y_out,
@@ -239,7 +230,7 @@ DPL_API dpl_status dpl_layer_forward(dpl_layer *layer, const void *x, size_t ld_
  * @param ws     From dpl_layer_forward() of this layer, else DPL_EINVAL. Is read only.
  * @param dy     (T, D), row distance ld_dy (0: D), in dtype. Never written.
  * @param dx_out (T, D) fp32, row distance ld_dx (0: D). Must not overlap the inputs.
- * Collective: no. Deterministic: yes. Cost: twice that of forward. */
+ * Cost: twice that of forward. */
 DPL_API dpl_status dpl_layer_backward(dpl_layer *layer, const void *x, size_t ld_x, const void *ws,
                                       const void *dy, size_t ld_dy, float *dx_out, size_t ld_dx);
 
@@ -264,13 +255,11 @@ typedef struct dpl_option_info {
  * @param path A flat YAML mapping of keys; NULL: the defaults alone.
  * @return DPL_EIO, DPL_EFORMAT for the file; DPL_EINVAL for an unknown key (the message has the
  *         nearest one), a value out of range, or a MaxText key that would change the result and is
- *         not supported. The message names file, line and key.
- * Collective: no. Deterministic: yes. Cost: reads one small file. */
+ *         not supported. The message names file, line and key. */
 DPL_API dpl_status dpl_config_open(const char *path, dpl_config **config_out);
 DPL_API void dpl_config_close(dpl_config **config);
 
-/** Set one option from "key=value". Errors as dpl_config_open(); on error nothing changes.
- * Collective: no. Deterministic: yes. Cost: none. */
+/** Set one option from "key=value". Errors as dpl_config_open(); on error nothing changes. */
 DPL_API dpl_status dpl_config_set(dpl_config *config, const char *assignment);
 
 /** The value of an option as text that dpl_config_set() reads back, valid until the option is set
@@ -286,63 +275,54 @@ DPL_API dpl_status dpl_config_option(size_t i, dpl_option_info *info_out);
 /** A transformer of the deepseek_v3 family and its weights.
  * Everywhere below, PATH is a model directory (config.json and safetensors, as Hugging Face
  * transformers has them), a checkpoint directory, or a run directory, which stands for its newest
- * whole checkpoint. What reads weights or describes them verifies a checkpoint's checksums first.
- */
+ * whole checkpoint. What reads weights or describes them verifies a checkpoint's checksums first. */
 typedef struct dpl_model dpl_model;
 
 /** The options that belong to the model at PATH: those of its run (config.yml) where it is a run
  * directory or a checkpoint in one, else defaults with `dtype` and `max_target_length` as its
- * config.json has them. DPL_EIO no model is there; DPL_EFORMAT, DPL_EINVAL its files are damaged.
- * Collective: no. Deterministic: yes. Cost: reads small files. */
+ * config.json has them. DPL_EIO no model is there; DPL_EFORMAT, DPL_EINVAL its files are damaged. */
 DPL_API dpl_status dpl_config_open_model(const char *path, dpl_config **config_out);
 
-/** Open a model: from files, or new with initial weights.
- * @param ctx    Must outlive the model.
+/** Open a model: from files, or new with initial weights. ctx must outlive it.
  * @param path   PATH; NULL: the model that `config` describes, initialized by its `weight_init`,
  *               `init_std` and `init_weights_seed`.
  * @param config With a path only its `dtype` is used, the type to compute in; NULL: the type that
  *               config.json names.
  * @return DPL_EINVAL sizes that cannot be; DPL_EIO, DPL_EFORMAT the files; DPL_ENOSUP a field that
  *         would change the result and is not supported.
- * Collective: no. Deterministic: yes.
  * Cost: reads all weights; 4 bytes of memory a parameter, 6 in bfloat16. */
 DPL_API dpl_status dpl_model_open(dpl_ctx *ctx, const char *path, const dpl_config *config,
                                   dpl_model **model_out);
 DPL_API void dpl_model_close(dpl_model **model);
 
 typedef struct dpl_model_info {
-    size_t struct_bytes; /* set by the caller: sizeof(dpl_model_info) */
-    const char *family;  /* "deepseek_v3" */
-    const char *dtype;   /* of compute: "float32" or "bfloat16" */
+    size_t struct_bytes;        /* set by the caller: sizeof(dpl_model_info) */
+    const char *family, *dtype; /* "deepseek_v3"; of compute: "float32" or "bfloat16" */
     size_t vocab, width, n_heads;
     size_t n_layers, n_dense_layers, n_mtp_layers; /* n_layers: with the dense, without the MTP */
     size_t n_experts, n_experts_per_token, n_shared_experts;
-    size_t positions_max;           /* max_position_embeddings */
-    uint64_t n_params;              /* trainable, MTP layers not counted */
-    uint64_t n_active_params;       /* of them, what one token uses */
-    uint64_t n_mtp_params;          /* MTP layers, without their copies of embedding and head */
-    double flops_per_token;         /* of training at positions_max tokens, MaxText's count */
-    uint64_t cache_bytes_per_token; /* of a generator */
+    size_t positions_max;               /* max_position_embeddings */
+    uint64_t n_params, n_active_params; /* trainable, without MTP; what one token uses */
+    uint64_t n_mtp_params;              /* MTP layers, without their copies of embedding and head */
+    double flops_per_token;             /* of training at positions_max tokens, MaxText's count */
+    uint64_t cache_bytes_per_token;     /* of a generator */
 } dpl_model_info;
 
-/** Sizes of a model. Fields beyond `struct_bytes` are not written. DPL_EINVAL: it was not set.
- * Collective: no. Deterministic: yes. Cost: none. */
+/** Sizes of a model. Fields beyond `struct_bytes` are not written. DPL_EINVAL: it was not set. */
 DPL_API dpl_status dpl_model_get_info(const dpl_model *model, dpl_model_info *info);
 
 /** Logits of a batch.
  * @param ids        Tokens, (B, S), each from 0 to vocab - 1. Positions are 0 .. S-1.
- * @param n_batch    B, at least 1.
- * @param n_seq      S, from 1 to positions_max.
+ * @param n_batch, n_seq  B, at least 1; S, from 1 to positions_max.
  * @param logits_out (B, S, vocab) in fp32.
  * @return DPL_ENUMERIC a value that is not finite, with its layer.
- * Collective: no. Deterministic: yes, each row of the batch by itself. Cost: one forward pass. */
+ * Deterministic: each row of the batch by itself. Cost: one forward pass. */
 DPL_API dpl_status dpl_model_forward(dpl_model *model, const int32_t *ids, size_t n_batch,
                                      size_t n_seq, float *logits_out);
 
 /** Cross-entropy of a batch, in nats, without auxiliary losses; all else as dpl_model_forward().
- * @param targets      (B, S): the token that each position predicts; negative: none.
- * @param loss_sum_out Sum over the positions that have a target.
- * @param n_tokens_out Their number; may be NULL. */
+ * @param targets (B, S): the token that each position predicts; negative: none.
+ * @param loss_sum_out, n_tokens_out  Over positions that have a target; their number, or NULL. */
 DPL_API dpl_status dpl_model_loss(dpl_model *model, const int32_t *ids, const int32_t *targets,
                                   size_t n_batch, size_t n_seq, double *loss_sum_out,
                                   size_t *n_tokens_out);
@@ -356,10 +336,9 @@ typedef int (*dpl_progress_fn)(void *arg, uint64_t n_done, uint64_t n_total);
  * @param config    Used: dataset_type, max_target_length, eval_per_device_batch_size,
  *                  per_device_batch_size, eval_steps (batches at most; -1: all). NULL: defaults.
  * @param progress  NULL: none. Counts batches. `arg` is handed to it.
- * @param loss_out  Nats per token.
- * @param n_tokens_out Tokens predicted; may be NULL.
+ * @param loss_out, n_tokens_out  Nats per token; tokens predicted, may be NULL.
  * @return DPL_ENUMERIC as dpl_model_forward(); DPL_EIO, DPL_EFORMAT for the data; DPL_EINTR.
- * Collective: no. Deterministic: yes. Cost: one forward pass a batch. */
+ * Cost: one forward pass a batch. */
 DPL_API dpl_status dpl_model_eval(dpl_model *model, const char *data_path, const dpl_config *config,
                                   dpl_progress_fn progress, void *arg, double *loss_out,
                                   uint64_t *n_tokens_out);
@@ -368,8 +347,7 @@ DPL_API dpl_status dpl_model_eval(dpl_model *model, const char *data_path, const
  * @param path        Made, or replaced if it is a model directory; anything else is DPL_EINVAL.
  * @param dtype       "float32" or "bfloat16", of matrices. Router and its bias stay float32.
  * @param shard_bytes Weights per file at most; 0: one file.
- * @return DPL_EIO.
- * Collective: no. Deterministic: yes. Cost: writes all weights and syncs. */
+ * @return DPL_EIO. Cost: writes all weights and syncs. */
 DPL_API dpl_status dpl_model_write(dpl_model *model, const char *path, const char *dtype,
                                    size_t shard_bytes);
 
@@ -385,15 +363,13 @@ typedef struct dpl_generator_options {
 } dpl_generator_options;
 
 /** Open a generator. The model must outlive it and not change meanwhile.
- * Collective: no. Deterministic: equal model, options and tokens give equal tokens.
- * Cost: cache_bytes_per_token (dpl_model_info) times tokens_max. */
+ * Cost: memory of cache_bytes_per_token (dpl_model_info) times tokens_max. */
 DPL_API dpl_status dpl_generator_open(dpl_model *model, const dpl_generator_options *options,
                                       dpl_generator **generator_out);
 DPL_API void dpl_generator_close(dpl_generator **generator);
 
 /** Feed n_ids >= 1 tokens; or draw the next one, which becomes part of the text. DPL_EINVAL: an id
- * out of range, more than tokens_max in all, or a draw before anything was fed.
- * Collective: no. Deterministic: yes. Cost: one forward pass of these tokens. */
+ * out of range, more than tokens_max in all, or a draw before anything was fed. */
 DPL_API dpl_status dpl_generator_feed(dpl_generator *generator, const int32_t *ids, size_t n_ids);
 DPL_API dpl_status dpl_generator_next(dpl_generator *generator, int32_t *id_out);
 
@@ -406,7 +382,6 @@ typedef struct dpl_probe_options {
 } dpl_probe_options;
 
 /** Run a batch through a model and write what happened inside, to compare with other programs.
- * @param path        PATH.
  * @param input_path  A safetensors file: input_ids (B, S), and labels (B, S) if wanted, not
  *                    shifted, -100 where there is no loss (missing: input_ids).
  * @param output_path Written, with: targets, loss_mask, logits, token_loss, loss, total_loss,
@@ -417,7 +392,7 @@ typedef struct dpl_probe_options {
  *                    mtp_loss_scaling_factor 0.3, AdamW at a constant 1e-3 (0.9, 0.95, 1e-8, decay
  *                    0.1), no clipping, bias rate 0 (with another, router.L.bias_next too).
  * @return As dpl_model_open() and dpl_model_forward().
- * Collective: no. Deterministic: yes. Cost: a few passes; everything is held in memory. */
+ * Cost: a few passes; everything is held in memory. */
 DPL_API dpl_status dpl_model_probe(dpl_ctx *ctx, const char *path, const char *input_path,
                                    const char *output_path, const dpl_probe_options *options);
 
@@ -430,33 +405,30 @@ DPL_API dpl_status dpl_model_probe(dpl_ctx *ctx, const char *path, const char *i
  * @param flags    DPL_INSPECT_*, or 0.
  * @param text_out Owned by the caller: dpl_text_close().
  * @return As dpl_model_open(); DPL_EFORMAT too where a checksum is wrong.
- * Collective: no. Deterministic: yes. Cost: reads a checkpoint once; never holds the weights. */
+ * Cost: reads a checkpoint once; never holds the weights. */
 DPL_API dpl_status dpl_inspect(const char *path, const char *const *settings, size_t n_settings,
                                unsigned flags, char **text_out);
 DPL_API void dpl_text_close(char **text);
 
 /** Verify sizes and checksums of a checkpoint directory. DPL_EFORMAT a file is damaged or missing,
- * or there is no manifest; DPL_EIO.
- * Collective: no. Deterministic: yes. Cost: reads the checkpoint once. */
+ * or there is no manifest; DPL_EIO. Cost: reads the checkpoint once. */
 DPL_API dpl_status dpl_checkpoint_verify(const char *dir);
 
 /* ---- 6 training ---------------------------------------------------------------------------- */
 
-/** One training run: model, data, optimizer, and the run directory. */
+/** One training run: model, data, optimizer, and the run directory. All ranks call its functions, in
+ * the same order (collective), but for those that only tell or stop. */
 typedef struct dpl_trainer dpl_trainer;
 
 /** One optimizer step. Sums over the global batch are divided by its number of loss tokens. */
 typedef struct dpl_step_metrics {
-    int64_t step;         /* from 0 */
-    double seconds;       /* wall time of the step, data included */
-    double loss;          /* what is minimized, auxiliary losses included */
-    double lm_loss;       /* cross entropy in nats per token, z-loss included */
-    double perplexity;    /* exp(lm_loss) */
-    double z_loss;        /* its z part, weighted */
-    double mtp_loss;      /* multi-token prediction, weighted */
-    double moe_lb_loss;   /* load balance, weighted */
-    double router_z_loss; /* weighted */
-    double total_weights; /* tokens that counted in the loss */
+    int64_t step;      /* from 0 */
+    double seconds;    /* wall time of the step, data included */
+    double loss;       /* what is minimized, auxiliary losses included */
+    double lm_loss;    /* cross entropy in nats per token, z-loss included */
+    double perplexity; /* exp(lm_loss) */
+    double z_loss, mtp_loss, moe_lb_loss, router_z_loss; /* weighted; z_loss is in lm_loss */
+    double total_weights;                                /* tokens that counted in the loss */
     double learning_rate;
     double raw_grad_norm, grad_norm; /* before and after clipping */
     double tflops_per_device, tokens_per_s_per_device;
@@ -465,11 +437,9 @@ typedef struct dpl_step_metrics {
     double load_max_over_mean; /* busiest expert, worst layer; 0 without MoE layers */
 } dpl_step_metrics;
 
-/** One evaluation. */
 typedef struct dpl_eval_metrics {
-    double loss;       /* nats per token, auxiliary losses not added */
-    double perplexity; /* exp(loss) */
-    int64_t n_tokens;  /* tokens predicted */
+    double loss, perplexity; /* nats per token, auxiliary losses not added; exp(loss) */
+    int64_t n_tokens;        /* tokens predicted */
 } dpl_eval_metrics;
 
 /** Called by dpl_trainer_run() on its own thread; each may be NULL. Must not call the trainer, but
@@ -483,13 +453,11 @@ typedef struct dpl_trainer_events {
 
 /** Make ready for training: check the options, open the data, make or load the model. The run
  * continues after the newest checkpoint of base_output_directory/run_name, which wins over
- * load_parameters_path.
- * @param ctx    Must outlive the trainer.
- * @param config Copied.
+ * load_parameters_path. ctx must outlive the trainer; config is copied.
  * @return DPL_EINVAL options that do not fit together, or with the model directory or checkpoint;
  *         DPL_EIO, DPL_EFORMAT data, model or checkpoint cannot be read; a damaged checkpoint is
  *         named with the place of the damage and the newest good one before it.
- * Collective: all ranks. Deterministic: yes. Cost: memory of the model, gradients and optimizer. */
+ * Cost: memory of the model, gradients and optimizer. */
 DPL_API dpl_status dpl_trainer_open(dpl_ctx *ctx, const dpl_config *config,
                                     dpl_trainer **trainer_out);
 DPL_API void dpl_trainer_close(dpl_trainer **trainer); /* writes nothing */
@@ -500,30 +468,23 @@ DPL_API const char *dpl_trainer_run_dir(const dpl_trainer *trainer);
 
 /** One optimizer step: batch, forward, backward, update. Writes no file. DPL_ENUMERIC a loss or
  * gradient is not finite: the message names step, layer and tensor; weights, optimizer state and
- * router bias are as before the step.
- * Collective: all ranks. Deterministic: equal state gives equal bits for any number of threads.
- * Cost: one step; no allocation after the first. */
+ * router bias are as before the step. Cost: no allocation after the first step. */
 DPL_API dpl_status dpl_trainer_step(dpl_trainer *trainer, dpl_step_metrics *metrics_out);
 
-/**
- * Evaluate on the evaluation data, from its beginning. Changes nothing. DPL_EINVAL there is no such
- * data; DPL_ENUMERIC; DPL_EINTR dpl_trainer_stop() was called.
- * Collective: all ranks. Deterministic: yes. Cost: forward passes over eval_steps batches. */
+/** Evaluate on the evaluation data, from its beginning. Changes nothing. DPL_EINVAL there is no such
+ * data; DPL_ENUMERIC; DPL_EINTR dpl_trainer_stop() was called. */
 DPL_API dpl_status dpl_trainer_evaluate(dpl_trainer *trainer, dpl_eval_metrics *metrics_out);
 
 /** Write a checkpoint of the state after the last step, and remove those beyond
  * max_num_checkpoints_to_keep. A kill or a full disk at any moment leaves the earlier ones whole.
- * DPL_EINVAL before the first step; DPL_EIO.
- * Collective: all ranks. Deterministic: yes.
- * Cost: writes 12 bytes a parameter, reads them for checksums. */
+ * DPL_EINVAL before the first step; DPL_EIO. Cost: 12 bytes a parameter, written and read. */
 DPL_API dpl_status dpl_trainer_save(dpl_trainer *trainer);
 
 /** Train to the end: steps, evaluations and checkpoints as configured, in a run directory with
  * config.yml, log.txt, metrics.jsonl and checkpoints/.
  * @param events What to call on the way; NULL: nothing.
  * @return DPL_EINTR dpl_trainer_stop() was called, the step was finished and a checkpoint written;
- *         DPL_ENUMERIC, DPL_EIO as above. The newest checkpoint is the state to go on from.
- * Collective: all ranks. Deterministic: yes, but for times. Cost: the training. */
+ *         DPL_ENUMERIC, DPL_EIO as above. The newest checkpoint is the state to go on from. */
 DPL_API dpl_status dpl_trainer_run(dpl_trainer *trainer, const dpl_trainer_events *events);
 
 /** Make dpl_trainer_run() finish its step, save and return. Safe in signal handlers and threads. */

@@ -77,14 +77,18 @@ static json_t *numbers(const char *key, ...) {
 }
 
 static json_t *parameters(const dpl_model_config *c, const dpl_model_info *info) {
-    const uint64_t expert = 3 * c->d * c->moe_f, n_moe = c->n_layers - c->n_dense;
-    const uint64_t embedding = c->vocab * c->d * (c->tied ? 1 : 2);
-    const uint64_t dense = c->n_dense * 3 * c->d * c->mlp_f, router = n_moe * c->d * c->n_experts;
-    const uint64_t experts = n_moe * c->n_experts * expert, shared = n_moe * c->n_shared * expert;
-    const uint64_t rest = info->n_params - embedding - dense - router - experts - shared;
+    const uint64_t d = c->d, n_moe = c->n_layers - c->n_dense, expert = 3 * d * c->moe_f;
+    const uint64_t qk = c->n_heads * (c->d_nope + c->d_rope), kv_a = c->kv_lora + c->d_rope;
+    const uint64_t query = c->q_lora ? c->q_lora * (d + qk) : d * qk, out = c->n_heads * c->d_v * d;
+    const uint64_t kv = d * kv_a + c->kv_lora * c->n_heads * (c->d_nope + c->d_v);
+    const uint64_t biases = c->attention_bias ? c->q_lora + kv_a + d : 0;
+    const uint64_t norms = c->n_layers * (2 * d + c->q_lora + c->kv_lora) + d;
+    // Each part is counted by itself: a test compares their sum with the total.
     return numbers("total", info->n_params, "active_per_token", info->n_active_params,
-                   "embedding_and_head", embedding, "attention_and_norms", rest, "dense_mlp", dense,
-                   "router", router, "experts", experts, "shared_experts", shared,
+                   "embedding_and_head", c->vocab * d * (c->tied ? 1 : 2), "attention",
+                   c->n_layers * (query + kv + out + biases), "norms", norms, "dense_mlp",
+                   c->n_dense * 3 * d * c->mlp_f, "router", n_moe * d * c->n_experts, "experts",
+                   n_moe * c->n_experts * expert, "shared_experts", n_moe * c->n_shared * expert,
                    "multi_token_prediction", info->n_mtp_params, NULL);
 }
 
