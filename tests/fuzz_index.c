@@ -38,12 +38,12 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes) {
     if (!index_path[0]) make_dir();
     FILE *file = fopen(index_path, "wb");
     if (!file || fwrite(data, 1, bytes, file) != bytes || fclose(file) != 0) abort();
-    dpl_shards *shards = NULL;
-    if (dpl_shards_open(dir, &shards) == DPL_OK) {
-        if (dpl_shards_count(shards) > 2) abort();
-        for (size_t i = 0; i < dpl_shards_count(shards); i++)
-            if (dpl_shards_at(shards, i, NULL)->data[0] != 'x') abort();
-        dpl_shards_close(&shards);
+    dpl_st_file *shards = NULL;
+    if (dpl_st_open(dir, &shards) == DPL_OK) {
+        if (shards->n_tensors > 2) abort();
+        for (size_t i = 0; i < shards->n_tensors; i++)
+            if (shards->tensors[i].data[0] != 'x') abort();
+        dpl_st_close(&shards);
     } else if (shards || !strstr(dpl_error_message(), dir)) {
         abort();
     }

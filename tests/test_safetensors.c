@@ -243,6 +243,21 @@ static void all_dtypes(void **state) {
 
 /* ---- writing one file ----------------------------------------------------------------------- */
 
+// expected NULL: the file's header has no such key.
+static void check_metadata(const char *path, const char *key, const char *expected) {
+    dpl_map map;
+    uint64_t bytes;
+    check_ok(dpl_map_open(path, &map));
+    memcpy(&bytes, map.data, 8);
+    json_t *header = json_loadb((const char *)map.data + 8, bytes, 0, NULL);
+    assert_non_null(header);
+    const json_t *value = json_object_get(json_object_get(header, "__metadata__"), key);
+    assert_int_equal(value != NULL, expected != NULL);
+    if (expected) assert_string_equal(json_string_value(value), expected);
+    json_decref(header);
+    dpl_map_close(&map);
+}
+
 static void round_trip(void **state) {
     (void)state;
     const uint64_t seed = (uint64_t)(dpl_now() * 1e6);
@@ -276,10 +291,10 @@ static void round_trip(void **state) {
 
     dpl_st_file *file;
     check_ok(dpl_st_open(path, &file));
-    assert_string_equal(dpl_st_path(file), path);
-    assert_int_equal(dpl_st_count(file), DPL_COUNT(tensors));
-    assert_string_equal(dpl_st_metadata(file, "note"), "\xc3\xa9 \"x\"");
-    assert_null(dpl_st_metadata(file, "none"));
+    assert_string_equal(file->path, path);
+    assert_int_equal(file->n_tensors, DPL_COUNT(tensors));
+    check_metadata(file->path, "note", "\xc3\xa9 \"x\"");
+    check_metadata(file->path, "none", NULL);
     assert_null(dpl_st_find(file, "none"));
     for (size_t i = 0; i < DPL_COUNT(tensors); i++) {
         const dpl_st_tensor *got = dpl_st_find(file, names[i]);
@@ -289,7 +304,7 @@ static void round_trip(void **state) {
         assert_memory_equal(got->shape, tensors[i].shape, sizeof got->shape);
         assert_int_equal(got->bytes, dpl_st_elems(got) * dpl_st_dtype_bytes(got->dtype));
         assert_memory_equal(got->data, data[i], got->bytes);
-        if (i > 0) assert_true(strcmp(dpl_st_at(file, i - 1)->name, dpl_st_at(file, i)->name) < 0);
+        if (i > 0) assert_true(strcmp(file->tensors[i - 1].name, file->tensors[i].name) < 0);
     }
     dpl_st_close(&file);
     assert_null(file);
@@ -308,14 +323,14 @@ static void no_tensors(void **state) {
     assert_true(scratch_holds(path, whole, sizeof whole - 1));
     dpl_st_file *file;
     check_ok(dpl_st_open(path, &file));
-    assert_int_equal(dpl_st_count(file), 0);
-    assert_string_equal(dpl_st_metadata(file, "a"), "b");
+    assert_int_equal(file->n_tensors, 0);
+    check_metadata(file->path, "a", "b");
     dpl_st_close(&file);
     check_ok(dpl_st_create(path, NULL, 0, NULL, &writer));
     check_ok(dpl_st_finish(&writer));
     assert_true(scratch_holds(path, "\x08\0\0\0\0\0\0\0{}      ", 16));
     check_ok(dpl_st_open(path, &file));
-    assert_null(dpl_st_metadata(file, "a"));
+    check_metadata(file->path, "a", NULL);
     assert_null(dpl_st_find(file, ""));
     dpl_st_close(&file);
 }
@@ -437,28 +452,26 @@ static dpl_status short_fill(void *arg, size_t i_tensor, dpl_st_writer *writer) 
 }
 
 static void check_shards(const char *dir, int first, size_t n_files) {
-    dpl_shards *shards;
-    check_ok(dpl_shards_open(dir, &shards));
-    assert_int_equal(dpl_shards_count(shards), N_TENSORS);
+    dpl_st_file *shards;
+    check_ok(dpl_st_open(dir, &shards));
+    assert_int_equal(shards->n_tensors, N_TENSORS);
+    const char *seen[N_TENSORS];
     size_t n_seen = 0;
-    const char *last = "";
     for (size_t i = 0; i < N_TENSORS; i++) {
-        const char *file = NULL, *found_file = NULL;
-        const dpl_st_tensor *tensor = dpl_shards_at(shards, i, &file);
-        n_seen += strcmp(last, file) != 0;
-        last = file;
-        assert_ptr_equal(dpl_shards_find(shards, tensor->name, &found_file), tensor);
-        assert_string_equal(found_file, file);
+        const dpl_st_tensor *tensor = &shards->tensors[i];
+        size_t j = 0;
+        while (j < n_seen && strcmp(seen[j], tensor->file)) j++;
+        if (j == n_seen) seen[n_seen++] = tensor->file;
+        assert_ptr_equal(dpl_st_find(shards, tensor->name), tensor);
         const size_t number = (size_t)(tensor->name[1] - '0');
         assert_int_equal(dpl_st_elems(tensor), number + 1);
-        for (size_t j = 0; j < tensor->bytes; j++)
-            assert_int_equal(tensor->data[j], first + (int)number);
+        for (j = 0; j < tensor->bytes; j++) assert_int_equal(tensor->data[j], first + (int)number);
         assert_int_equal((uintptr_t)tensor->data % dpl_st_dtype_bytes(tensor->dtype), 0);
     }
     assert_int_equal(n_seen, n_files);
-    assert_null(dpl_shards_find(shards, "w", NULL));
-    assert_null(dpl_shards_find(shards, "x", NULL));
-    dpl_shards_close(&shards);
+    assert_null(dpl_st_find(shards, "w"));
+    assert_null(dpl_st_find(shards, "x"));
+    dpl_st_close(&shards);
     assert_null(shards);
 }
 
@@ -531,8 +544,8 @@ static void shard_errors(void **state) {
     char dir[PATH_MAX];
     strcpy(dir, scratch_path("bad"));
     check_ok(dpl_make_dirs(dir));
-    dpl_shards *shards = NULL;
-    check_error(dpl_shards_open(dir, &shards), DPL_EIO, "/bad: neither", "");
+    dpl_st_file *shards = NULL;
+    check_error(dpl_st_open(dir, &shards), DPL_EIO, "/bad: neither", "");
     int first = 1;
     static const struct {
         const char *tensor, *file, *part, *part2;
@@ -552,7 +565,7 @@ static void shard_errors(void **state) {
     for (size_t i = 0; i < DPL_COUNT(cases); i++) {
         check_ok(dpl_shards_write(dir, shard_tensors, N_TENSORS, 64, fill, &first));
         edit_index(dir, cases[i].tensor, cases[i].file, 0);
-        const dpl_status status = dpl_shards_open(dir, &shards);
+        const dpl_status status = dpl_st_open(dir, &shards);
         assert_true(status == DPL_EFORMAT || status == DPL_EIO);
         check_error(status, status, cases[i].part, cases[i].part2);
         assert_null(shards);
@@ -564,16 +577,15 @@ static void shard_errors(void **state) {
     assert_non_null(strstr(scratch_log_stop(), "total_size is 155, but its tensors have 154"));
     // A shard that is missing, and one that is cut.
     assert_int_equal(truncate(scratch_path("bad/model-00002-of-00003.safetensors"), 200), 0);
-    check_error(dpl_shards_open(dir, &shards), DPL_EFORMAT, "model-00002-of-00003.safetensors", "");
+    check_error(dpl_st_open(dir, &shards), DPL_EFORMAT, "model-00002-of-00003.safetensors", "");
     assert_int_equal(unlink(scratch_path("bad/model-00002-of-00003.safetensors")), 0);
-    check_error(dpl_shards_open(dir, &shards), DPL_EIO, "model-00002-of-00003.safetensors",
-                "No such");
+    check_error(dpl_st_open(dir, &shards), DPL_EIO, "model-00002-of-00003.safetensors", "No such");
     static const char *const indexes[] = {"{}", "[]", "{\"weight_map\": []}",
                                           "{\"weight_map\": {\"a\": 1}}",
                                           "{\"weight_map\": {\"a\": \"x\", \"a\": \"y\"}}"};
     for (size_t i = 0; i < DPL_COUNT(indexes); i++) {
         scratch_text(scratch_path("bad/model.safetensors.index.json"), indexes[i]);
-        check_error(dpl_shards_open(dir, &shards), DPL_EFORMAT, "index.json", "");
+        check_error(dpl_st_open(dir, &shards), DPL_EFORMAT, "index.json", "");
     }
     assert_null(shards);
 }
@@ -615,11 +627,11 @@ static void shard_writer_errors(void **state) {
     }
     check_shards(dir, 9, 3);
     for (size_t n = 1;; n++) { // the reader's memory
-        dpl_shards *shards = NULL;
+        dpl_st_file *shards = NULL;
         dpl_fault_alloc(n);
-        const dpl_status status = dpl_shards_open(dir, &shards);
+        const dpl_status status = dpl_st_open(dir, &shards);
         dpl_fault_alloc(0);
-        dpl_shards_close(&shards);
+        dpl_st_close(&shards);
         if (status == DPL_OK) break;
         check_error(status, DPL_ENOMEM, "swe", "");
     }
@@ -630,12 +642,12 @@ static void shard_writer_errors(void **state) {
 static void compare_folder(const char *name) {
     fixture want;
     assert_true(fixture_open(fixture_path("%s", name), &want));
-    dpl_shards *shards;
-    check_ok(dpl_shards_open(fixture_path("%s", name), &shards));
-    assert_int_equal(dpl_shards_count(shards), want.n);
+    dpl_st_file *shards;
+    check_ok(dpl_st_open(fixture_path("%s", name), &shards));
+    assert_int_equal(shards->n_tensors, want.n);
     for (int i = 0; i < want.n; i++) {
         const fixture_tensor *w = &want.at[i];
-        const dpl_st_tensor *got = dpl_shards_find(shards, w->name, NULL);
+        const dpl_st_tensor *got = dpl_st_find(shards, w->name);
         assert_non_null(got);
         assert_string_equal(dpl_st_dtype_name(got->dtype), w->dtype);
         assert_int_equal(got->rank, w->n_dims);
@@ -650,7 +662,7 @@ static void compare_folder(const char *name) {
         free(values);
     }
     print_message("%s: %d tensors\n", name, want.n);
-    dpl_shards_close(&shards);
+    dpl_st_close(&shards);
     fixture_close(&want);
 }
 
@@ -687,7 +699,7 @@ static void reference_models(void **state) {
     assert_true(id >= 0 && id < 320);
     dpl_st_close(&file);
     check_ok(dpl_st_open(fixture_path("llama/model.safetensors"), &file));
-    assert_string_equal(dpl_st_metadata(file, "format"), "pt");
+    check_metadata(file->path, "format", "pt");
     dpl_st_close(&file);
 }
 

@@ -109,16 +109,16 @@ static json_t *memory(const dpl_model_config *c, const dpl_model_info *info, boo
 }
 
 static dpl_status add_files(const subject *s, json_t *object) {
-    dpl_shards *shards;
-    DPL_TRY(dpl_shards_open(s->dir, &shards));
-    const size_t n = dpl_shards_count(shards);
+    dpl_st_file *weights;
+    DPL_TRY(dpl_st_open(s->dir, &weights));
+    const size_t n = weights->n_tensors;
     uint64_t n_bytes[DPL_ST_N] = {0}, all = 0;
     for (size_t i = 0; i < n; i++) {
-        const dpl_st_tensor *t = dpl_shards_at(shards, i, NULL);
+        const dpl_st_tensor *t = &weights->tensors[i];
         n_bytes[t->dtype] += t->bytes;
         all += t->bytes;
     }
-    dpl_shards_close(&shards);
+    dpl_st_close(&weights);
     json_t *files = numbers("tensors", (uint64_t)n, "bytes", all, NULL);
     for (int i = 0; i < DPL_ST_N; i++) {
         char key[32];

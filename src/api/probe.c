@@ -93,7 +93,7 @@ static dpl_status read_ids(probe *p, const dpl_st_file *file, const dpl_st_tenso
     for (size_t i = 0; i < dpl_st_elems(t); i++) {
         const long long id = p->wide[i];
         DPL_CHECK(id >= low && id < vocab, "%s: %s[%zu] is %lld, expected 0 to %lld",
-                  dpl_st_path(file), t->name, i, id, (long long)vocab - 1);
+                  file->path, t->name, i, id, (long long)vocab - 1);
         ids[i] = (int32_t)DPL_MAX(id, -1);
     }
     return DPL_OK;
@@ -103,11 +103,11 @@ static dpl_status read_batch(probe *p, const dpl_st_file *file) {
     const dpl_st_tensor *ids = dpl_st_find(file, "input_ids"),
                         *labels = dpl_st_find(file, "labels");
     if (!ids || ids->rank != 2)
-        return dpl_fail(DPL_EFORMAT, "%s: expected a tensor input_ids (B, S)", dpl_st_path(file));
+        return dpl_fail(DPL_EFORMAT, "%s: expected a tensor input_ids (B, S)", file->path);
     if (labels &&
         (labels->rank != 2 || memcmp(labels->shape, ids->shape, 2 * sizeof(int64_t)) != 0))
         return dpl_fail(DPL_EFORMAT, "%s: expected labels in the shape of input_ids, (%lld, %lld)",
-                        dpl_st_path(file), (long long)ids->shape[0], (long long)ids->shape[1]);
+                        file->path, (long long)ids->shape[0], (long long)ids->shape[1]);
     const size_t n = dpl_st_elems(ids), n_seq = (size_t)ids->shape[1];
     DPL_TRY(dpl_api_check_batch(&p->model->config, (size_t)ids->shape[0], n_seq));
     p->wide = dpl_alloc_array(n, sizeof *p->wide);

@@ -71,10 +71,11 @@ dpl_status dpl_parse_i64(const char *text, int64_t *value_out);
 
 /* ---- safetensors (st_read.c, st_write.c) ----------------------------------------------------- */
 
-#define DPL_ST_DTYPE_MAP(X)                                                                   \
-    X(BOOL, 1)                                                                                \
-    X(U8, 1) X(I8, 1) X(F8_E5M2, 1) X(F8_E4M3, 1) X(F8_E8M0, 1) X(I16, 2) X(U16, 2) X(F16, 2) \
-        X(BF16, 2) X(I32, 4) X(U32, 4) X(F32, 4) X(F64, 8) X(I64, 8) X(U64, 8)
+#define DPL_ST_DTYPE_MAP(X)                                                                     \
+    X(BOOL, 1)                                                                                  \
+    X(U8, 1)                                                                                    \
+    X(I8, 1) X(F8_E5M2, 1) X(F8_E4M3, 1) X(F8_E8M0, 1) X(I16, 2) X(U16, 2) X(F16, 2) X(BF16, 2) \
+        X(I32, 4) X(U32, 4) X(F32, 4) X(F64, 8) X(I64, 8) X(U64, 8)
 typedef enum dpl_st_dtype {
 #define DPL_ST_ENUM(id, bytes) DPL_ST_##id,
     DPL_ST_DTYPE_MAP(DPL_ST_ENUM)
@@ -89,7 +90,7 @@ size_t dpl_st_dtype_bytes(dpl_st_dtype dtype);
 #define DPL_ST_SINGLE     "model.safetensors"
 #define DPL_ST_INDEX      DPL_ST_SINGLE ".index.json"
 typedef struct dpl_st_tensor {
-    const char *name; // owned by the file (reader) or the caller (writer)
+    const char *name, *file; // owned by the reader; the writer's caller owns the name, has no file
     dpl_st_dtype dtype;
     int rank;
     int64_t shape[DPL_ST_RANK_MAX];
@@ -100,16 +101,22 @@ size_t dpl_st_elems(const dpl_st_tensor *tensor);
 // product(shape) * dtype. False: dtype or shape is not valid, or the size exceeds 63 bits.
 bool dpl_st_shape_bytes(const dpl_st_tensor *tensor, uint64_t *bytes_out);
 
-typedef struct dpl_st_file dpl_st_file;
+// One file, or the weights of a model directory: model.safetensors (which wins if both are there),
+// or model.safetensors.index.json and the shards that it names; other shards are ignored.
+typedef struct dpl_st_file {
+    char path[PATH_MAX];
+    size_t n_tensors;
+    dpl_st_tensor *tensors; // sorted by name
+    struct dpl_st_part *parts;
+    json_t *index; // NULL: there is one file
+} dpl_st_file;
 // Checks everything: header size (< 100 MB and inside the file), UTF-8, JSON, duplicates, dtype,
-// shape overflow, offsets inside the file, no overlap, no hole, size = product(shape) * dtype.
+// shape overflow, offsets inside the file, no overlap, no hole, size = product(shape) * dtype. A
+// shard missing on disk, a name absent from its shard, or a tensor in a shard that the index does
+// not name is an error.
 dpl_status dpl_st_open(const char *path, dpl_st_file **file_out);
 void dpl_st_close(dpl_st_file **file);
-size_t dpl_st_count(const dpl_st_file *file);
-const dpl_st_tensor *dpl_st_at(const dpl_st_file *file, size_t i);           // by name
 const dpl_st_tensor *dpl_st_find(const dpl_st_file *file, const char *name); // NULL: none
-const char *dpl_st_path(const dpl_st_file *file);
-const char *dpl_st_metadata(const dpl_st_file *file, const char *key); // NULL: none
 // Elements first .. first+n-1, from F64, F32, F16, BF16; and from any integer dtype. Others: error.
 dpl_status dpl_st_read_f32(const dpl_st_tensor *tensor, size_t first, size_t n, float *dst);
 dpl_status dpl_st_read_i64(const dpl_st_tensor *tensor, size_t first, size_t n, int64_t *dst);
@@ -123,18 +130,6 @@ dpl_status dpl_st_create(const char *path, const dpl_st_tensor *tensors, size_t 
 dpl_status dpl_st_append(dpl_st_writer *writer, const void *data, size_t bytes);
 dpl_status dpl_st_finish(dpl_st_writer **writer);
 void dpl_st_abandon(dpl_st_writer **writer);
-
-// A model directory's weights, one file or shards with an index:
-// model.safetensors (which wins if both are there), or model.safetensors.index.json and the shards
-// that it names; other shards are ignored. A shard missing on disk, a name absent from its shard,
-// or a tensor in a shard that the index does not name is an error.
-typedef struct dpl_shards dpl_shards;
-dpl_status dpl_shards_open(const char *dir, dpl_shards **shards_out);
-void dpl_shards_close(dpl_shards **shards);
-size_t dpl_shards_count(const dpl_shards *shards);
-const dpl_st_tensor *dpl_shards_at(const dpl_shards *shards, size_t i, const char **file_out);
-const dpl_st_tensor *dpl_shards_find(const dpl_shards *shards, const char *name,
-                                     const char **file_out);
 
 // Writes tensors to `dir` as model.safetensors, or as shards of at most shard_bytes (0: no limit; a
 // larger tensor has a shard of its own) with an index, and removes what an earlier call left there

@@ -15,14 +15,13 @@
 
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "files are read as they lie in memory");
 
-struct dpl_st_file {
-    char *path;
+typedef struct dpl_st_part { // one file
+    struct dpl_st_part *next;
     dpl_map map;
-    const uint8_t *data;    // in the map: where the header ends
-    json_t *header;         // owns the tensors' names
-    dpl_st_tensor *tensors; // sorted by name
-    size_t n_tensors;
-};
+    const uint8_t *data; // in the map: where the header ends
+    json_t *header;      // owns the tensors' names
+    char path[PATH_MAX];
+} part;
 
 static const struct {
     const char *name;
@@ -61,7 +60,7 @@ bool dpl_st_shape_bytes(const dpl_st_tensor *tensor, uint64_t *bytes_out) {
 /* ---- the header ----------------------------------------------------------------------------- */
 
 // The byte of the file at which a tensor's entry starts; the header's start for an escaped name.
-static size_t entry_offset(const dpl_st_file *file, const char *name) {
+static size_t entry_offset(const part *file, const char *name) {
     char quoted[256];
     snprintf(quoted, sizeof quoted, "\"%.250s\"", name);
     const uint8_t *header = file->map.data + 8;
@@ -70,7 +69,7 @@ static size_t entry_offset(const dpl_st_file *file, const char *name) {
 }
 
 // Fills `tensor`, but for its name, from its entry. Returns what is wrong, or NULL.
-static const char *parse_tensor(const dpl_st_file *file, json_t *entry, dpl_st_tensor *tensor) {
+static const char *parse_tensor(const part *file, json_t *entry, dpl_st_tensor *tensor) {
     const char *dtype = json_string_value(json_object_get(entry, "dtype"));
     const json_t *shape = json_object_get(entry, "shape");
     if (!dtype) return "no dtype";
@@ -111,11 +110,10 @@ static int by_name(const void *a, const void *b) {
 }
 
 // Each tensor must start where the one before it ended, the last must end with the file.
-static dpl_status check_layout(dpl_st_file *file) {
-    qsort(file->tensors, file->n_tensors, sizeof *file->tensors, by_data);
+static dpl_status check_layout(const part *file, dpl_st_tensor *tensors, size_t n_tensors) {
+    qsort(tensors, n_tensors, sizeof *tensors, by_data);
     const uint8_t *expected = file->data, *end = file->map.data + file->map.bytes;
-    for (size_t i = 0; i < file->n_tensors; i++) {
-        const dpl_st_tensor *tensor = &file->tensors[i];
+    for (const dpl_st_tensor *tensor = tensors; tensor < tensors + n_tensors; tensor++) {
         if (tensor->data != expected)
             return dpl_fail(DPL_EFORMAT, "%s: byte %zu: tensor %.200s %s", file->path,
                             (size_t)(tensor->data - file->map.data), tensor->name,
@@ -123,7 +121,6 @@ static dpl_status check_layout(dpl_st_file *file) {
                                                     : "has a hole before it");
         expected += tensor->bytes;
     }
-    qsort(file->tensors, file->n_tensors, sizeof *file->tensors, by_name);
     if (expected == end) return DPL_OK;
     return dpl_fail(DPL_EFORMAT, "%s: byte %zu: %zu bytes that belong to no tensor", file->path,
                     (size_t)(expected - file->map.data), (size_t)(end - expected));
@@ -136,28 +133,24 @@ static bool is_string_map(json_t *metadata) {
     return json_is_object(metadata);
 }
 
-static dpl_status take_tensors(dpl_st_file *file) {
+// Appends a file's tensors to those of `all`, where there is room for them.
+static dpl_status take_tensors(const part *file, dpl_st_file *all) {
+    dpl_st_tensor *const first = all->tensors + all->n_tensors, *next = first;
     const char *name;
     json_t *entry;
-    file->tensors = dpl_alloc_array(json_object_size(file->header), sizeof *file->tensors);
-    if (!file->tensors) return dpl_fail(DPL_ENOMEM, "no memory for the header of %s", file->path);
     json_object_foreach(file->header, name, entry) {
-        if (!strcmp(name, "__metadata__")) {
-            if (is_string_map(entry)) continue;
-            return dpl_fail(DPL_EFORMAT, "%s: byte %zu: __metadata__ is not a map of strings",
-                            file->path, entry_offset(file, name));
-        }
-        dpl_st_tensor *tensor = &file->tensors[file->n_tensors++];
-        tensor->name = name;
-        const char *wrong = parse_tensor(file, entry, tensor);
+        if (!strcmp(name, "__metadata__")) continue;
+        *next = (dpl_st_tensor){.name = name, .file = file->path};
+        const char *wrong = parse_tensor(file, entry, next++);
         if (wrong)
             return dpl_fail(DPL_EFORMAT, "%s: byte %zu: tensor %.200s has %s", file->path,
                             entry_offset(file, name), name, wrong);
     }
-    return check_layout(file);
+    all->n_tensors = (size_t)(next - all->tensors);
+    return check_layout(file, first, (size_t)(next - first));
 }
 
-static dpl_status read_header(dpl_st_file *file) {
+static dpl_status read_header(part *file) {
     const dpl_map *map = &file->map;
     uint64_t bytes;
     if (map->bytes < 8)
@@ -174,53 +167,132 @@ static dpl_status read_header(dpl_st_file *file) {
         return dpl_fail(DPL_EFORMAT, "%s: byte 8: the header does not start with '{'", file->path);
     json_error_t error;
     file->header = json_loadb((const char *)map->data + 8, bytes, JSON_REJECT_DUPLICATES, &error);
-    if (file->header) return take_tensors(file);
-    return dpl_fail(DPL_EFORMAT, "%s: byte %d: header: %s", file->path, 8 + error.position,
-                    error.text);
+    if (!file->header)
+        return dpl_fail(DPL_EFORMAT, "%s: byte %d: header: %s", file->path, 8 + error.position,
+                        error.text);
+    json_t *metadata = json_object_get(file->header, "__metadata__");
+    if (!metadata || is_string_map(metadata)) return DPL_OK;
+    return dpl_fail(DPL_EFORMAT, "%s: byte %zu: __metadata__ is not a map of strings", file->path,
+                    entry_offset(file, "__metadata__"));
 }
 
-/* ---- one file ------------------------------------------------------------------------------- */
+// The file of that name, opened the first time.
+static dpl_status open_part(dpl_st_file *all, const char *dir, const char *name, part **part_out) {
+    char path[PATH_MAX];
+    DPL_TRY(dpl_path_join(dir, name, path));
+    part *file = all->parts;
+    while (file && strcmp(file->path, path)) file = file->next;
+    if (!file) {
+        if (!(file = dpl_alloc(sizeof *file)))
+            return dpl_fail(DPL_ENOMEM, "no memory to open %s", path);
+        strcpy(file->path, path);
+        file->next = all->parts;
+        all->parts = file; // From here on closing frees it.
+        DPL_TRY(dpl_map_open(path, &file->map));
+        DPL_TRY(read_header(file));
+    }
+    *part_out = file;
+    return DPL_OK;
+}
+
+/* ---- a model directory ---------------------------------------------------------------------- */
+
+// Opens the files of the index, each of which must hold the tensors that the index puts there.
+static dpl_status open_map(dpl_st_file *all, const char *dir, const char *path, json_t *map) {
+    const char *tensor;
+    json_t *value;
+    if (!json_is_object(map)) return dpl_fail(DPL_EFORMAT, "%s: no object named weight_map", path);
+    json_object_foreach(map, tensor, value) {
+        const char *name = json_string_value(value);
+        part *file;
+        if (!name || !*name || strchr(name, '/'))
+            return dpl_fail(DPL_EFORMAT,
+                            "%s: weight_map: tensor %.200s: expected the name of a "
+                            "file in this folder",
+                            path, tensor);
+        DPL_TRY(open_part(all, dir, name, &file));
+        if (!strcmp(tensor, "__metadata__") || !json_object_get(file->header, tensor))
+            return dpl_fail(DPL_EFORMAT, "%s: weight_map: tensor %.200s is not in %s", path, tensor,
+                            name);
+    }
+    return DPL_OK;
+}
+
+static dpl_status open_dir(dpl_st_file *all, const char *dir) {
+    char single[PATH_MAX], index[PATH_MAX];
+    DPL_TRY(dpl_path_join(dir, DPL_ST_SINGLE, single));
+    DPL_TRY(dpl_path_join(dir, DPL_ST_INDEX, index));
+    const bool has_single = dpl_path_exists(single), has_index = dpl_path_exists(index);
+    if (!has_single && !has_index)
+        return dpl_fail(DPL_EIO, "%s: neither " DPL_ST_SINGLE " nor an index is there", dir);
+    if (has_single && has_index)
+        dpl_log("note: %s has " DPL_ST_SINGLE " and an index; the index is not used", dir);
+    if (has_single) return open_part(all, dir, DPL_ST_SINGLE, &(part *){NULL});
+    DPL_TRY(dpl_json_read(index, &all->index));
+    return open_map(all, dir, index, json_object_get(all->index, "weight_map"));
+}
+
+// Every tensor of the files must be in the index.
+static dpl_status check_index(const dpl_st_file *all) {
+    const json_t *map = json_object_get(all->index, "weight_map");
+    uint64_t bytes = 0;
+    for (const dpl_st_tensor *t = all->tensors; t < all->tensors + all->n_tensors; t++) {
+        const char *listed = json_string_value(json_object_get(map, t->name));
+        if (!listed || strcmp(listed, strrchr(t->file, '/') + 1))
+            return dpl_fail(DPL_EFORMAT, "%s: holds tensor %.200s, which the index puts %s%s",
+                            t->file, t->name, listed ? "in " : "nowhere", listed ? listed : "");
+        bytes += t->bytes;
+    }
+    // Public models exist whose total_size is wrong though all weights are there.
+    const json_t *total = json_object_get(json_object_get(all->index, "metadata"), "total_size");
+    if (json_is_number(total) && json_number_value(total) != (double)bytes)
+        dpl_log("note: %s: total_size is %.0f, but its tensors have %llu bytes", all->path,
+                json_number_value(total), (unsigned long long)bytes);
+    return DPL_OK;
+}
+
+/* ---- either --------------------------------------------------------------------------------- */
+
+static dpl_status open_all(dpl_st_file *all, const char *path) {
+    size_t n_max = 0;
+    if (!all) return dpl_fail(DPL_ENOMEM, "no memory to open %s", path);
+    DPL_TRY(dpl_path_join("", path, all->path));
+    if (dpl_path_is_dir(path)) DPL_TRY(open_dir(all, path));
+    else DPL_TRY(open_part(all, "", path, &(part *){NULL}));
+    for (const part *file = all->parts; file; file = file->next)
+        n_max += json_object_size(file->header);
+    if (!(all->tensors = dpl_alloc_array(n_max, sizeof *all->tensors)))
+        return dpl_fail(DPL_ENOMEM, "no memory for the headers of %s", path);
+    for (const part *file = all->parts; file; file = file->next) DPL_TRY(take_tensors(file, all));
+    qsort(all->tensors, all->n_tensors, sizeof *all->tensors, by_name);
+    return all->index ? check_index(all) : DPL_OK;
+}
 
 dpl_status dpl_st_open(const char *path, dpl_st_file **file_out) {
-    dpl_st_file *file = dpl_alloc(sizeof *file);
-    dpl_status status = file && (file->path = dpl_strdup(path))
-                            ? dpl_map_open(path, &file->map)
-                            : dpl_fail(DPL_ENOMEM, "no memory to open %s", path);
-    if (status == DPL_OK) status = read_header(file);
-    if (status == DPL_OK) *file_out = file;
-    else dpl_st_close(&file);
+    dpl_st_file *all = dpl_alloc(sizeof *all);
+    const dpl_status status = open_all(all, path);
+    if (status == DPL_OK) *file_out = all;
+    else dpl_st_close(&all);
     return status;
 }
 
 void dpl_st_close(dpl_st_file **file) {
     if (!file || !*file) return;
-    dpl_map_close(&(*file)->map);
+    for (part *p = (*file)->parts, *next; p; p = next) {
+        next = p->next;
+        dpl_map_close(&p->map);
+        json_decref(p->header);
+        dpl_free(p);
+    }
+    json_decref((*file)->index);
     dpl_free((*file)->tensors);
-    json_decref((*file)->header);
-    dpl_free((*file)->path);
     dpl_free(*file);
     *file = NULL;
-}
-
-size_t dpl_st_count(const dpl_st_file *file) {
-    return file->n_tensors;
-}
-
-const dpl_st_tensor *dpl_st_at(const dpl_st_file *file, size_t i) {
-    return &file->tensors[i];
 }
 
 const dpl_st_tensor *dpl_st_find(const dpl_st_file *file, const char *name) {
     const dpl_st_tensor key = {.name = name};
     return bsearch(&key, file->tensors, file->n_tensors, sizeof key, by_name);
-}
-
-const char *dpl_st_path(const dpl_st_file *file) {
-    return file->path;
-}
-
-const char *dpl_st_metadata(const dpl_st_file *file, const char *key) {
-    return json_string_value(json_object_get(json_object_get(file->header, "__metadata__"), key));
 }
 
 /* ---- values --------------------------------------------------------------------------------- */
@@ -278,132 +350,4 @@ dpl_status dpl_st_read_i64(const dpl_st_tensor *tensor, size_t first, size_t n, 
                             tensor->name, first + i);
     }
     return DPL_OK;
-}
-
-/* ---- a model directory ---------------------------------------------------------------------- */
-
-struct dpl_shards {
-    dpl_st_file **files;
-    size_t n_files;
-};
-
-// The file of that name, opened the first time; there is room for one more.
-static dpl_status open_file(dpl_shards *shards, const char *dir, const char *name,
-                            const dpl_st_file **file_out) {
-    char path[PATH_MAX];
-    DPL_TRY(dpl_path_join(dir, name, path));
-    size_t i = 0;
-    while (i < shards->n_files && strcmp(shards->files[i]->path, path)) i++;
-    if (i == shards->n_files) {
-        DPL_TRY(dpl_st_open(path, &shards->files[i]));
-        shards->n_files++;
-    }
-    *file_out = shards->files[i];
-    return DPL_OK;
-}
-
-// Opens the files of the index, each of which must hold the tensors that the index puts there.
-static dpl_status open_map(dpl_shards *shards, const char *dir, const char *path, json_t *map) {
-    const char *tensor;
-    json_t *value;
-    json_object_foreach(map, tensor, value) {
-        const char *name = json_string_value(value);
-        const dpl_st_file *file;
-        if (!name || !*name || strchr(name, '/'))
-            return dpl_fail(DPL_EFORMAT,
-                            "%s: weight_map: tensor %.200s: expected the name of a "
-                            "file in this folder",
-                            path, tensor);
-        DPL_TRY(open_file(shards, dir, name, &file));
-        if (!dpl_st_find(file, tensor))
-            return dpl_fail(DPL_EFORMAT, "%s: weight_map: tensor %.200s is not in %s", path, tensor,
-                            name);
-    }
-    return DPL_OK;
-}
-
-// Every tensor of the files must be in the index.
-static dpl_status check_files(const dpl_shards *shards, const char *path, const json_t *index) {
-    const json_t *map = json_object_get(index, "weight_map");
-    uint64_t bytes = 0;
-    for (size_t i = 0; i < dpl_shards_count(shards); i++) {
-        const char *file;
-        const dpl_st_tensor *tensor = dpl_shards_at(shards, i, &file);
-        const char *listed = json_string_value(json_object_get(map, tensor->name));
-        if (!listed || strcmp(listed, strrchr(file, '/') + 1))
-            return dpl_fail(DPL_EFORMAT, "%s: holds tensor %.200s, which %s puts %s%s", file,
-                            tensor->name, path, listed ? "in " : "nowhere", listed ? listed : "");
-        bytes += tensor->bytes;
-    }
-    // Public models exist whose total_size is wrong though all weights are there.
-    const json_t *total = json_object_get(json_object_get(index, "metadata"), "total_size");
-    if (json_is_number(total) && json_number_value(total) != (double)bytes)
-        dpl_log("note: %s: total_size is %.0f, but its tensors have %llu bytes", path,
-                json_number_value(total), (unsigned long long)bytes);
-    return DPL_OK;
-}
-
-// Without an index there is one file.
-static dpl_status open_files(dpl_shards *shards, const char *dir, const char *path,
-                             const json_t *index) {
-    json_t *map = json_object_get(index, "weight_map");
-    const dpl_st_file *single;
-    if (index && !json_is_object(map))
-        return dpl_fail(DPL_EFORMAT, "%s: no object named weight_map", path);
-    shards->files = dpl_alloc_array(index ? json_object_size(map) : 1, sizeof *shards->files);
-    if (!shards->files) return dpl_fail(DPL_ENOMEM, "no memory to open %s", dir);
-    if (!index) return open_file(shards, dir, DPL_ST_SINGLE, &single);
-    DPL_TRY(open_map(shards, dir, path, map));
-    return check_files(shards, path, index);
-}
-
-dpl_status dpl_shards_open(const char *dir, dpl_shards **shards_out) {
-    char single[PATH_MAX], index_path[PATH_MAX];
-    DPL_TRY(dpl_path_join(dir, DPL_ST_SINGLE, single));
-    DPL_TRY(dpl_path_join(dir, DPL_ST_INDEX, index_path));
-    const bool has_single = dpl_path_exists(single), has_index = dpl_path_exists(index_path);
-    if (!has_single && !has_index)
-        return dpl_fail(DPL_EIO, "%s: neither " DPL_ST_SINGLE " nor an index is there", dir);
-    if (has_single && has_index)
-        dpl_log("note: %s has " DPL_ST_SINGLE " and an index; the index is not used", dir);
-    dpl_shards *shards = dpl_alloc(sizeof *shards);
-    if (!shards) return dpl_fail(DPL_ENOMEM, "no memory to open %s", dir);
-    json_t *index = NULL;
-    dpl_status status = has_single ? DPL_OK : dpl_json_read(index_path, &index);
-    if (status == DPL_OK) status = open_files(shards, dir, index_path, index);
-    json_decref(index);
-    if (status == DPL_OK) *shards_out = shards;
-    else dpl_shards_close(&shards);
-    return status;
-}
-
-void dpl_shards_close(dpl_shards **shards) {
-    if (!shards || !*shards) return;
-    for (size_t i = 0; i < (*shards)->n_files; i++) dpl_st_close(&(*shards)->files[i]);
-    dpl_free((*shards)->files);
-    dpl_free(*shards);
-    *shards = NULL;
-}
-
-size_t dpl_shards_count(const dpl_shards *shards) {
-    size_t n = 0;
-    for (size_t i = 0; i < shards->n_files; i++) n += shards->files[i]->n_tensors;
-    return n;
-}
-
-const dpl_st_tensor *dpl_shards_at(const dpl_shards *shards, size_t i, const char **file_out) {
-    dpl_st_file **file = shards->files;
-    for (; i >= (*file)->n_tensors; file++) i -= (*file)->n_tensors;
-    if (file_out) *file_out = (*file)->path;
-    return &(*file)->tensors[i];
-}
-
-const dpl_st_tensor *dpl_shards_find(const dpl_shards *shards, const char *name,
-                                     const char **file_out) {
-    const dpl_st_tensor *found = NULL;
-    for (size_t i = 0; i < shards->n_files && !found; i++) {
-        found = dpl_st_find(shards->files[i], name);
-        if (found && file_out) *file_out = shards->files[i]->path;
-    }
-    return found;
 }

@@ -35,33 +35,32 @@ static size_t largest_elems(const dpl_model *m) {
 
 /* ---- reading ---- */
 
-static dpl_status check_shape(const dpl_disk_tensor *want, const dpl_st_tensor *got,
-                              const char *file) {
+static dpl_status check_shape(const dpl_disk_tensor *want, const dpl_st_tensor *got) {
     const int64_t rows = got->rank > 0 ? got->shape[0] : 1;
     const int64_t cols = got->rank > 1 ? got->shape[1] : 1;
     if (got->rank == want->rank && rows == want->shape[0] && cols == want->shape[1]) return DPL_OK;
     return dpl_fail(DPL_EFORMAT,
                     "%s: \"%s\" has rank %d and shape (%lld, %lld), expected rank %d "
                     "and (%lld, %lld)",
-                    file, got->name, got->rank, (long long)rows, (long long)cols, want->rank,
+                    got->file, got->name, got->rank, (long long)rows, (long long)cols, want->rank,
                     (long long)want->shape[0], (long long)want->shape[1]);
 }
 
 // Into the same slice of `flat`. values, other: as large as the tensor. A copy must equal what it
 // repeats.
-static dpl_status read_tensor(const dpl_disk_tensor *want, const dpl_st_tensor *got,
-                              const char *file, float *flat, float *values, float *other) {
-    DPL_TRY(check_shape(want, got, file));
+static dpl_status read_tensor(const dpl_disk_tensor *want, const dpl_st_tensor *got, float *flat,
+                              float *values, float *other) {
+    DPL_TRY(check_shape(want, got));
     const size_t n = dpl_disk_elems(want);
     const dpl_status status = dpl_st_read_f32(got, 0, n, want->bias ? want->bias : values);
-    if (status != DPL_OK) return dpl_fail_in(status, "%s", file);
+    if (status != DPL_OK) return dpl_fail_in(status, "%s", got->file);
     if (want->copy_of_shared) dpl_disk_gather(want, flat, other);
     else if (!want->bias) dpl_disk_scatter(want, flat, values);
     if (!want->copy_of_shared || memcmp(values, other, n * sizeof(float)) == 0) return DPL_OK;
     return dpl_fail(DPL_EFORMAT,
                     "%s: \"%s\" differs from the embedding or head that it must "
                     "repeat",
-                    file, got->name);
+                    got->file, got->name);
 }
 
 static int compare_names(const void *a, const void *b) {
@@ -94,13 +93,13 @@ static void list_name(name_list *list, const char *name) {
     list->n++;
 }
 
-static void list_unknown(const dpl_model *m, const dpl_shards *shards,
+static void list_unknown(const dpl_model *m, const dpl_st_file *file,
                          const dpl_disk_tensor **sorted, name_list *unknown) {
     size_t n_ignored = 0;
-    for (size_t i = 0; i < dpl_shards_count(shards); i++) {
+    for (size_t i = 0; i < file->n_tensors; i++) {
         dpl_disk_tensor key;
         const dpl_disk_tensor *key_p = &key;
-        const char *name = dpl_shards_at(shards, i, NULL)->name;
+        const char *name = file->tensors[i].name;
         snprintf(key.name, sizeof key.name, "%s", name);
         if (strlen(name) < sizeof key.name &&
             bsearch(&key_p, sorted, m->n_disk, sizeof *sorted, compare_names))
@@ -114,17 +113,17 @@ static void list_unknown(const dpl_model *m, const dpl_shards *shards,
 
 // The names in the files are those of the model. Both kinds of deviation stand in one message: a
 // renamed tensor is one of each.
-static dpl_status check_names(const dpl_model *m, const dpl_shards *shards, const char *dir) {
+static dpl_status check_names(const dpl_model *m, const dpl_st_file *file, const char *dir) {
     const dpl_disk_tensor **sorted = dpl_alloc_array(m->n_disk, sizeof(dpl_disk_tensor *));
     if (!sorted) return dpl_fail(DPL_ENOMEM, "no memory to check %zu tensor names", m->n_disk);
     name_list missing = {0}, unknown = {0};
     for (size_t i = 0; i < m->n_disk; i++) {
         sorted[i] = &m->disk[i];
-        if (!m->disk[i].copy_of_shared && !dpl_shards_find(shards, m->disk[i].name, NULL))
+        if (!m->disk[i].copy_of_shared && !dpl_st_find(file, m->disk[i].name))
             list_name(&missing, m->disk[i].name);
     }
     qsort(sorted, m->n_disk, sizeof *sorted, compare_names);
-    list_unknown(m, shards, sorted, &unknown);
+    list_unknown(m, file, sorted, &unknown);
     dpl_free(sorted);
     if (missing.n == 0 && unknown.n == 0) return DPL_OK;
     if (missing.n == 0)
@@ -137,41 +136,38 @@ static dpl_status check_names(const dpl_model *m, const dpl_shards *shards, cons
                     dir, missing.n, missing.text, unknown.n, unknown.text);
 }
 
-static dpl_status check_tied_head(dpl_model *m, const dpl_shards *shards, float *values,
+static dpl_status check_tied_head(dpl_model *m, const dpl_st_file *file, float *values,
                                   float *other) {
-    const char *file;
-    const dpl_st_tensor *head = m->config.tied ? dpl_shards_find(shards, "lm_head.weight", &file)
-                                               : NULL;
+    const dpl_st_tensor *head = m->config.tied ? dpl_st_find(file, "lm_head.weight") : NULL;
     if (!head) return DPL_OK;
     dpl_disk_tensor want = m->disk[0]; // the embedding stands first
     want.copy_of_shared = true;
-    return read_tensor(&want, head, file, m->params.master, values, other);
+    return read_tensor(&want, head, m->params.master, values, other);
 }
 
 // Copies come last: what they repeat must be there.
-static dpl_status read_all(dpl_model *m, const dpl_shards *shards, float *values, float *other) {
+static dpl_status read_all(dpl_model *m, const dpl_st_file *file, float *values, float *other) {
     for (int copies = 0; copies < 2; copies++)
         for (size_t i = 0; i < m->n_disk; i++) {
-            const char *file;
-            const dpl_st_tensor *got = dpl_shards_find(shards, m->disk[i].name, &file);
+            const dpl_st_tensor *got = dpl_st_find(file, m->disk[i].name);
             if (got && m->disk[i].copy_of_shared == (copies == 1))
-                DPL_TRY(read_tensor(&m->disk[i], got, file, m->params.master, values, other));
+                DPL_TRY(read_tensor(&m->disk[i], got, m->params.master, values, other));
         }
-    return check_tied_head(m, shards, values, other);
+    return check_tied_head(m, file, values, other);
 }
 
 dpl_status dpl_model_load(dpl_model *m, const char *dir) {
-    dpl_shards *shards;
-    DPL_TRY(dpl_shards_open(dir, &shards));
+    dpl_st_file *file;
+    DPL_TRY(dpl_st_open(dir, &file));
     const size_t n = largest_elems(m);
     float *values = dpl_alloc_array(2 * n, sizeof(float));
-    dpl_status status = check_names(m, shards, dir);
+    dpl_status status = check_names(m, file, dir);
     if (status == DPL_OK && !values)
         status = dpl_fail(DPL_ENOMEM, "no memory to read tensors of %zu elements", n);
-    if (status == DPL_OK) status = read_all(m, shards, values, values + n);
+    if (status == DPL_OK) status = read_all(m, file, values, values + n);
     if (status == DPL_OK) dpl_model_refresh(m);
     dpl_free(values);
-    dpl_shards_close(&shards);
+    dpl_st_close(&file);
     return status;
 }
 
@@ -279,10 +275,9 @@ dpl_status dpl_model_save_flat(dpl_model *m, const char *path, const char *const
 }
 
 static dpl_status read_slot(const slot *at, const dpl_st_file *file, float *values) {
-    const char *path = dpl_st_path(file);
     const dpl_st_tensor *got = dpl_st_find(file, at->name);
-    if (got) return read_tensor(at->t, got, path, at->flat, values, NULL);
-    return dpl_fail(DPL_EFORMAT, "%s: tensor \"%s\" is missing", path, at->name);
+    if (got) return read_tensor(at->t, got, at->flat, values, NULL);
+    return dpl_fail(DPL_EFORMAT, "%s: tensor \"%s\" is missing", file->path, at->name);
 }
 
 dpl_status dpl_model_load_flat(dpl_model *m, const char *path, const char *const *prefixes,

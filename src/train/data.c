@@ -176,7 +176,7 @@ static dpl_status find_plane(const dpl_st_file *file, const char *name, size_t n
                (n_batch == 0 || (size_t)t->shape[0] == n_batch)))
         return DPL_OK;
     return dpl_fail(DPL_EINVAL, "%s: %s has %d dimensions, the last of %lld, expected (%zu, %zu)",
-                    dpl_st_path(file), name, t->rank,
+                    file->path, name, t->rank,
                     (long long)t->shape[t->rank > 0 ? t->rank - 1 : 0], n_batch, n_seq);
 }
 
@@ -188,10 +188,10 @@ static dpl_status read_plane(const dpl_st_file *file, const char *name, int32_t 
     for (size_t i = 0; t && i < shape->n_batch * shape->n_seq; i++) {
         int64_t value;
         const dpl_status status = dpl_st_read_i64(t, i, 1, &value);
-        if (status != DPL_OK) return dpl_fail_in(status, "%s", dpl_st_path(file));
+        if (status != DPL_OK) return dpl_fail_in(status, "%s", file->path);
         if (value < low || value > high)
             return dpl_fail(DPL_EFORMAT, "%s: %s has %lld at element %zu, expected %d to %d",
-                            dpl_st_path(file), name, (long long)value, i, low, high);
+                            file->path, name, (long long)value, i, low, high);
         values[i] = (int32_t)value;
     }
     return DPL_OK;
