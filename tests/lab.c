@@ -183,8 +183,8 @@ dpl_status lab_forward(lab *l, dpl_ctx *ctx) {
     const size_t d = l->rule.d;
     const dpl_mat x = {l->x_in, d, l->rule.dtype}, y = {l->y, d, l->rule.dtype};
     memset(l->y, 0xff, l->rule.t * d * dpl_dtype_bytes(l->rule.dtype));
-    const dpl_status status = dpl_moe_forward(ctx, l->comm, &l->shape, &l->weights, x, l->rule.t,
-                                              l->segment, l->aux, &l->saved, y);
+    const dpl_status status = dpl_moe_forward_in(ctx, l->comm, &l->shape, &l->weights, x, l->rule.t,
+                                                 l->segment, l->aux, NULL, &l->saved, y);
     dpl_ctx_wait(ctx);
     return status;
 }

@@ -533,10 +533,8 @@ static void the_shared_expert_counts_fully(void **state) {
         const dpl_mat x = {l.x_in, rule.d, rule.dtype};
         const size_t element = dpl_dtype_bytes(rule.dtype), bytes = rule.t * rule.d * element;
         void *y = dpl_alloc(bytes);
-        dpl_experts_forward(ctx, x, NULL, dpl_one_group(rule.t), rule.shared_f,
-                            &l.weights.shared_gate_up, &l.weights.shared_down,
-                            l.saved.shared_gate_up, l.saved.shared_hidden,
-                            (dpl_mat){y, rule.d, rule.dtype});
+        assert_ptr_equal(l.saved.shared.x.p, x.p);
+        dpl_experts_forward(ctx, &l.saved.shared, (dpl_mat){y, rule.d, rule.dtype});
         assert_memory_equal(y, l.y, bytes);
         dpl_free(y);
         lab_close(&l);

@@ -19,8 +19,7 @@ size_t dpl_act_width(const dpl_model_config *c, dpl_act_id id) {
 }
 
 dpl_mat dpl_act_alloc(dpl_model *m, size_t n_rows, size_t width, bool f32) {
-    const dpl_dtype dtype = f32 ? DPL_F32 : m->dtype;
-    return (dpl_mat){dpl_ctx_alloc(m->ctx, n_rows * width * dpl_dtype_bytes(dtype)), width, dtype};
+    return dpl_moe_mat(m->ctx, NULL, n_rows, width, f32 ? DPL_F32 : m->dtype);
 }
 
 dpl_mat dpl_act_keep(dpl_model *m, dpl_block_saved *saved, dpl_act_id id, size_t n_rows) {
@@ -121,10 +120,20 @@ static dpl_moe_grads moe_grads(const dpl_model *m, int layer) {
                            .shared_down = grad(m, layer, DPL_P_SHARED_DOWN)};
 }
 
+static dpl_mlp dense_mlp(const dpl_model *m, int layer, const dpl_block_saved *saved,
+                         size_t n_rows) {
+    return (dpl_mlp){.groups = dpl_one_group(n_rows),
+                     .gate_up_w = weight(m, layer, DPL_P_GATE_UP),
+                     .down_w = weight(m, layer, DPL_P_DOWN),
+                     .x = saved->act[DPL_ACT_MLP_NORM],
+                     .gate_up = saved->act[DPL_ACT_MLPWI],
+                     .hidden = saved->act[DPL_ACT_MLP_HIDDEN]};
+}
+
 dpl_status dpl_block_forward(dpl_model *m, int layer, const dpl_stream *s, const dpl_aux *aux,
                              const dpl_mla_cache *cache, dpl_mat x, dpl_mat out,
                              dpl_block_saved *saved) {
-    const size_t T = s->n_tokens, f = m->config.mlp_f;
+    const size_t T = s->n_tokens;
     *saved = (dpl_block_saved){.act[DPL_ACT_INPUT] = x};
     dpl_mla_forward(m, layer, s, cache, saved);
     const dpl_mat middle = saved->act[DPL_ACT_MLP_INPUT],
@@ -133,16 +142,15 @@ dpl_status dpl_block_forward(dpl_model *m, int layer, const dpl_stream *s, const
     if (dpl_model_layer_is_moe(&m->config, (size_t)layer)) {
         const dpl_moe_shape shape = moe_shape(m);
         const dpl_moe_weights weights = moe_weights(m, layer);
-        const dpl_status status = dpl_moe_forward(m->ctx, m->comm, &shape, &weights, n, T,
-                                                  s->segment, aux, &saved->moe, out);
+        const dpl_status status = dpl_moe_forward_in(m->ctx, m->comm, &shape, &weights, n, T,
+                                                     s->segment, aux, NULL, &saved->moe, out);
         if (status != DPL_OK) return dpl_fail_in(status, "layer %d", layer);
         dpl_probe_routing(m, layer, &saved->moe);
     } else {
-        const dpl_weight gate_up = weight(m, layer, DPL_P_GATE_UP),
-                         down = weight(m, layer, DPL_P_DOWN);
-        const dpl_mat wi = dpl_act_keep(m, saved, DPL_ACT_MLPWI, T),
-                      hidden = dpl_act_keep(m, saved, DPL_ACT_MLP_HIDDEN, T);
-        dpl_experts_forward(m->ctx, n, NULL, dpl_one_group(T), f, &gate_up, &down, wi, hidden, out);
+        dpl_act_keep(m, saved, DPL_ACT_MLPWI, T);
+        dpl_act_keep(m, saved, DPL_ACT_MLP_HIDDEN, T);
+        const dpl_mlp mlp = dense_mlp(m, layer, saved, T);
+        dpl_experts_forward(m->ctx, &mlp, out);
     }
     dpl_probe_mat(m, "mlp", layer, s, out, m->config.d);
     dpl_add(m->ctx, middle, out, T, m->config.d, out);
@@ -162,11 +170,8 @@ dpl_status dpl_block_backward(dpl_model *m, int layer, const dpl_stream *s, cons
                                                    &saved->moe, dx, dn, &grads);
         if (status != DPL_OK) return dpl_fail_in(status, "layer %d, backward", layer);
     } else {
-        const dpl_weight gate_up = weight(m, layer, DPL_P_GATE_UP),
-                         down = weight(m, layer, DPL_P_DOWN);
-        dpl_experts_backward(m->ctx, n, NULL, dpl_one_group(T), c->mlp_f, &gate_up, &down,
-                             saved->act[DPL_ACT_MLPWI], saved->act[DPL_ACT_MLP_HIDDEN], dx, dn,
-                             false, NULL, grad(m, layer, DPL_P_GATE_UP),
+        const dpl_mlp mlp = dense_mlp(m, layer, saved, T);
+        dpl_experts_backward(m->ctx, &mlp, dx, dn, false, NULL, grad(m, layer, DPL_P_GATE_UP),
                              grad(m, layer, DPL_P_DOWN));
     }
     dpl_norm_backward(m, layer, DPL_P_MLP_NORM, dn, saved->act[DPL_ACT_MLP_INPUT], saved->rstd_mlp,

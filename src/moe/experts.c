@@ -5,39 +5,36 @@
 // front of it, and the experts' outputs need not be kept for the backward pass.
 #include "moe/moe.h"
 
-static dpl_phase gemm_phase(dpl_groups groups) {
-    return groups.offsets ? DPL_PHASE_GMM : DPL_PHASE_GEMM;
+static dpl_phase gemm_phase(const dpl_mlp *mlp) {
+    return mlp->groups.offsets ? DPL_PHASE_GMM : DPL_PHASE_GEMM;
 }
 
-void dpl_experts_forward(dpl_ctx *ctx, dpl_mat rows, const float *row_weight, dpl_groups groups,
-                         size_t f, const dpl_weight *gate_up_w, const dpl_weight *down_w,
-                         dpl_mat gate_up, dpl_mat hidden, dpl_mat y) {
-    const dpl_phase before = dpl_ctx_phase(ctx, gemm_phase(groups));
-    dpl_gemm_forward(ctx, rows, gate_up_w, groups, gate_up);
+void dpl_experts_forward(dpl_ctx *ctx, const dpl_mlp *mlp, dpl_mat y) {
+    const dpl_phase before = dpl_ctx_phase(ctx, gemm_phase(mlp));
+    dpl_gemm_forward(ctx, mlp->x, &mlp->gate_up_w, mlp->groups, mlp->gate_up);
     dpl_ctx_phase(ctx, DPL_PHASE_SWIGLU);
-    dpl_swiglu_forward(ctx, gate_up, row_weight, groups.n_rows, f, hidden);
-    dpl_ctx_phase(ctx, gemm_phase(groups));
-    dpl_gemm_forward(ctx, hidden, down_w, groups, y);
+    dpl_swiglu_forward(ctx, mlp->gate_up, mlp->row_weight, mlp->groups.n_rows, mlp->down_w.k,
+                       mlp->hidden);
+    dpl_ctx_phase(ctx, gemm_phase(mlp));
+    dpl_gemm_forward(ctx, mlp->hidden, &mlp->down_w, mlp->groups, y);
     dpl_ctx_phase(ctx, before);
 }
 
-void dpl_experts_backward(dpl_ctx *ctx, dpl_mat rows, const float *row_weight, dpl_groups groups,
-                          size_t f, const dpl_weight *gate_up_w, const dpl_weight *down_w,
-                          dpl_mat gate_up, dpl_mat hidden, dpl_mat dy, dpl_mat drows,
-                          bool accumulate, float *drow_weight, float *dgate_up_w, float *ddown_w) {
-    const size_t n = groups.n_rows, d = down_w->n, width = dpl_gate_up_width(f);
-    const size_t element = dpl_dtype_bytes(gate_up.dtype), mark = dpl_ctx_mark(ctx);
-    const dpl_mat dhidden = {dpl_ctx_alloc(ctx, n * f * element), f, gate_up.dtype};
-    const dpl_mat dgate_up = {dpl_ctx_alloc(ctx, n * width * element), width, gate_up.dtype};
-    const dpl_phase before = dpl_ctx_phase(ctx, gemm_phase(groups));
-    dpl_gemm_dgrad(ctx, dy, down_w, groups, dhidden, false);
-    if (ddown_w) dpl_gemm_wgrad(ctx, dy, hidden, groups, d, f, down_w->dtype, ddown_w);
+void dpl_experts_backward(dpl_ctx *ctx, const dpl_mlp *mlp, dpl_mat dy, dpl_mat dx, bool accumulate,
+                          float *drow_weight, float *dgate_up_w, float *ddown_w) {
+    const dpl_weight *in = &mlp->gate_up_w, *out = &mlp->down_w;
+    const size_t n = mlp->groups.n_rows, f = out->k, mark = dpl_ctx_mark(ctx);
+    const dpl_mat dhidden = dpl_moe_mat(ctx, NULL, n, f, mlp->hidden.dtype);
+    const dpl_mat dgate_up = dpl_moe_mat(ctx, NULL, n, in->n, mlp->gate_up.dtype);
+    const dpl_phase before = dpl_ctx_phase(ctx, gemm_phase(mlp));
+    dpl_gemm_dgrad(ctx, dy, out, mlp->groups, dhidden, false);
+    if (ddown_w) dpl_gemm_wgrad(ctx, dy, mlp->hidden, mlp->groups, out->n, f, out->dtype, ddown_w);
     dpl_ctx_phase(ctx, DPL_PHASE_SWIGLU);
-    dpl_swiglu_backward(ctx, dhidden, gate_up, row_weight, n, f, dgate_up, drow_weight);
-    dpl_ctx_phase(ctx, gemm_phase(groups));
+    dpl_swiglu_backward(ctx, dhidden, mlp->gate_up, mlp->row_weight, n, f, dgate_up, drow_weight);
+    dpl_ctx_phase(ctx, gemm_phase(mlp));
     if (dgate_up_w)
-        dpl_gemm_wgrad(ctx, dgate_up, rows, groups, width, d, gate_up_w->dtype, dgate_up_w);
-    dpl_gemm_dgrad(ctx, dgate_up, gate_up_w, groups, drows, accumulate);
+        dpl_gemm_wgrad(ctx, dgate_up, mlp->x, mlp->groups, in->n, in->k, in->dtype, dgate_up_w);
+    dpl_gemm_dgrad(ctx, dgate_up, in, mlp->groups, dx, accumulate);
     dpl_ctx_release(ctx, mark);
     dpl_ctx_phase(ctx, before);
 }

@@ -5,17 +5,6 @@
 // routed rows): one fp32 sum.
 #include "moe/moe.h"
 
-// A (rows, columns) matrix of activations.
-static dpl_mat keep_mat(dpl_ctx *ctx, dpl_moe_memory *memory, dpl_dtype dtype, size_t n_rows,
-                        size_t n_columns) {
-    const size_t bytes = n_rows * n_columns * dpl_dtype_bytes(dtype);
-    return (dpl_mat){dpl_moe_keep(ctx, memory, bytes), n_columns, dtype};
-}
-
-static dpl_groups expert_groups(const dpl_ep *ep) {
-    return (dpl_groups){ep->n_local, ep->n_rows, ep->report->offsets};
-}
-
 static void keep_routing(dpl_ctx *ctx, dpl_moe_memory *memory, const dpl_moe_shape *shape,
                          dpl_moe_saved *s) {
     const size_t n_logits = s->n_tokens * shape->rule.n_experts;
@@ -27,17 +16,19 @@ static void keep_routing(dpl_ctx *ctx, dpl_moe_memory *memory, const dpl_moe_sha
     s->weights = dpl_moe_keep(ctx, memory, n_slots * sizeof(float));
 }
 
+static void keep_mlp(dpl_ctx *ctx, dpl_moe_memory *memory, const dpl_moe_shape *shape,
+                     size_t n_rows, size_t f, dpl_mlp *mlp) {
+    mlp->gate_up = dpl_moe_mat(ctx, memory, n_rows, dpl_gate_up_width(f), shape->dtype);
+    mlp->hidden = dpl_moe_mat(ctx, memory, n_rows, f, shape->dtype);
+}
+
 static void keep_rows(dpl_ctx *ctx, dpl_moe_memory *memory, const dpl_moe_shape *shape,
                       dpl_moe_saved *s) {
-    const size_t n = s->n_rows, width = dpl_gate_up_width(shape->f), shared_f = shape->shared_f;
-    s->rows = keep_mat(ctx, memory, shape->dtype, n, shape->d);
-    s->row_weight = dpl_moe_keep(ctx, memory, n * sizeof(float));
-    s->gate_up = keep_mat(ctx, memory, shape->dtype, n, width);
-    s->hidden = keep_mat(ctx, memory, shape->dtype, n, shape->f);
-    if (!shared_f) return;
-    const size_t shared_width = dpl_gate_up_width(shared_f);
-    s->shared_gate_up = keep_mat(ctx, memory, shape->dtype, s->n_tokens, shared_width);
-    s->shared_hidden = keep_mat(ctx, memory, shape->dtype, s->n_tokens, shared_f);
+    s->experts.x = dpl_moe_mat(ctx, memory, s->n_rows, shape->d, shape->dtype);
+    s->row_weight = dpl_moe_keep(ctx, memory, s->n_rows * sizeof(float));
+    s->experts.row_weight = s->row_weight;
+    keep_mlp(ctx, memory, shape, s->n_rows, shape->f, &s->experts);
+    if (shape->shared_f) keep_mlp(ctx, memory, shape, s->n_tokens, shape->shared_f, &s->shared);
 }
 
 size_t dpl_moe_saved_bytes(const dpl_moe_shape *shape, size_t n_tokens) {
@@ -64,17 +55,20 @@ dpl_status dpl_moe_forward_in(dpl_ctx *ctx, dpl_comm *comm, const dpl_moe_shape 
         return status;
     }
     s.n_rows = s.ep.n_rows;
+    s.experts = (dpl_mlp){.groups = {s.ep.n_local, s.n_rows, s.ep.report->offsets},
+                          .gate_up_w = weights->gate_up,
+                          .down_w = weights->down};
+    s.shared = (dpl_mlp){.groups = dpl_one_group(n_tokens),
+                         .gate_up_w = weights->shared_gate_up,
+                         .down_w = weights->shared_down,
+                         .x = x};
     keep_rows(ctx, memory, shape, &s);
     const size_t mark = dpl_ctx_mark(ctx);
-    const dpl_mat out = keep_mat(ctx, NULL, shape->dtype, s.n_rows, d);
-    const dpl_mat sum = direct ? y : keep_mat(ctx, NULL, DPL_F32, n_tokens, d);
-    dpl_ep_dispatch(ctx, &s.ep, x, s.weights, d, s.rows, s.row_weight);
-    dpl_experts_forward(ctx, s.rows, s.row_weight, expert_groups(&s.ep), shape->f,
-                        &weights->gate_up, &weights->down, s.gate_up, s.hidden, out);
-    if (has_shared)
-        dpl_experts_forward(ctx, x, NULL, dpl_one_group(n_tokens), shape->shared_f,
-                            &weights->shared_gate_up, &weights->shared_down, s.shared_gate_up,
-                            s.shared_hidden, sum);
+    const dpl_mat out = dpl_moe_mat(ctx, NULL, s.n_rows, d, shape->dtype);
+    const dpl_mat sum = direct ? y : dpl_moe_mat(ctx, NULL, n_tokens, d, DPL_F32);
+    dpl_ep_dispatch(ctx, &s.ep, x, s.weights, d, s.experts.x, s.row_weight);
+    dpl_experts_forward(ctx, &s.experts, out);
+    if (has_shared) dpl_experts_forward(ctx, &s.shared, sum);
     dpl_ep_combine(ctx, &s.ep, out, d, has_shared, sum);
     if (!direct) dpl_copy(ctx, sum, n_tokens, d, y);
     dpl_ctx_release(ctx, mark);
@@ -89,19 +83,18 @@ dpl_status dpl_moe_backward(dpl_ctx *ctx, dpl_comm *comm, const dpl_moe_shape *s
     const size_t d = shape->d, n_slots = saved->n_tokens * shape->rule.top_k;
     DPL_TRY(dpl_ep_check_ranks(comm));
     const size_t mark = dpl_ctx_mark(ctx);
-    const dpl_mat drows = keep_mat(ctx, NULL, shape->dtype, saved->n_rows, d);
+    const dpl_mat drows = dpl_moe_mat(ctx, NULL, saved->n_rows, d, shape->dtype);
     float *drow_weight = dpl_ctx_alloc(ctx, saved->n_rows * sizeof(float));
     float *dweights = dpl_ctx_alloc(ctx, n_slots * sizeof(float));
     dpl_ep_combine_bwd(ctx, &saved->ep, dy, d, drows);
-    dpl_experts_backward(ctx, saved->rows, saved->row_weight, expert_groups(&saved->ep), shape->f,
-                         &weights->gate_up, &weights->down, saved->gate_up, saved->hidden, drows,
-                         drows, false, drow_weight, grads->gate_up, grads->down);
+    dpl_experts_backward(ctx, &saved->experts, drows, drows, false, drow_weight, grads->gate_up,
+                         grads->down);
     dpl_ep_dispatch_bwd(ctx, &saved->ep, drows, drow_weight, d, dx, dweights);
     dpl_router_backward(ctx, shape, weights, x, aux, saved, dweights, dx, grads->router);
+    dpl_mlp shared = saved->shared;
+    shared.x = x; // the caller may have moved it
     if (shape->shared_f)
-        dpl_experts_backward(ctx, x, NULL, dpl_one_group(saved->n_tokens), shape->shared_f,
-                             &weights->shared_gate_up, &weights->shared_down, saved->shared_gate_up,
-                             saved->shared_hidden, dy, dx, true, NULL, grads->shared_gate_up,
+        dpl_experts_backward(ctx, &shared, dy, dx, true, NULL, grads->shared_gate_up,
                              grads->shared_down);
     dpl_ctx_release(ctx, mark);
     return DPL_OK;

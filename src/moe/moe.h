@@ -54,6 +54,15 @@ typedef struct dpl_ep {
     dpl_moe_report *report; // device
 } dpl_ep;
 
+// A gated MLP on N rows: the experts; with one group and no row weights a shared expert, a dense MLP.
+typedef struct dpl_mlp {
+    dpl_groups groups;
+    dpl_weight gate_up_w, down_w; // as in dpl_moe_weights
+    dpl_mat x;                    // (N, D)
+    const float *row_weight;      // (N), NULL: 1
+    dpl_mat gate_up, hidden;      // (N, 2F'), (N, F) after SwiGLU and row weight: kept for backward
+} dpl_mlp;
+
 // Belongs to the caller: any number of calls may be between forward and backward.
 typedef struct dpl_moe_saved {
     size_t n_tokens, n_rows;
@@ -61,12 +70,9 @@ typedef struct dpl_moe_saved {
     int32_t *ids;          // (T, K), -1: skipped
     float *weights;        // (T, K)
     dpl_ep ep;
-    dpl_mat rows;      // (N, D)   moe_x_sorted
-    float *row_weight; // (N)
-    dpl_mat gate_up;   // (N, 2F') moe_mlpwi
-    dpl_mat hidden;    // (N, F)   after SwiGLU and router weight
-    dpl_mat shared_gate_up, shared_hidden;
-    double aux[2]; // balance loss and router z-loss, host, weighted
+    float *row_weight;       // (N)
+    dpl_mlp experts, shared; // blocks kept by forward, each with what it was called with
+    double aux[2];           // balance loss and router z-loss, host, weighted
 } dpl_moe_saved;
 
 /* ---- router.c ---- */
@@ -82,6 +88,8 @@ void dpl_router_backward(dpl_ctx *ctx, const dpl_moe_shape *shape, const dpl_moe
 /* ---- permute.c ---- */
 // A block that is kept for backward.
 void *dpl_moe_keep(dpl_ctx *ctx, dpl_moe_memory *memory, size_t bytes);
+dpl_mat dpl_moe_mat(dpl_ctx *ctx, dpl_moe_memory *memory, size_t n_rows, size_t width,
+                    dpl_dtype dtype);
 // DPL_EINVAL: more slots (T*K) than row numbers.
 dpl_status dpl_ep_check_slots(size_t n_tokens, size_t top_k);
 // DPL_EINVAL names the token of an id that is out of range or chosen twice. ids: (T, K), host.
@@ -108,15 +116,11 @@ void dpl_ep_dispatch_bwd(dpl_ctx *ctx, const dpl_ep *ep, dpl_mat drows, const fl
 void dpl_ep_combine_bwd(dpl_ctx *ctx, const dpl_ep *ep, dpl_mat dy, size_t d, dpl_mat drows);
 
 /* ---- experts.c ---- */
-void dpl_experts_forward(dpl_ctx *ctx, dpl_mat rows, const float *row_weight, dpl_groups groups,
-                         size_t f, const dpl_weight *gate_up_w, const dpl_weight *down_w,
-                         dpl_mat gate_up, dpl_mat hidden, dpl_mat y);
-// drows = (or += with accumulate, F32); dgate_up_w, ddown_w += unless NULL. Without accumulate
-// drows may be dy. Temporaries come from the arena.
-void dpl_experts_backward(dpl_ctx *ctx, dpl_mat rows, const float *row_weight, dpl_groups groups,
-                          size_t f, const dpl_weight *gate_up_w, const dpl_weight *down_w,
-                          dpl_mat gate_up, dpl_mat hidden, dpl_mat dy, dpl_mat drows,
-                          bool accumulate, float *drow_weight, float *dgate_up_w, float *ddown_w);
+void dpl_experts_forward(dpl_ctx *ctx, const dpl_mlp *mlp, dpl_mat y);
+// dx = (or += with accumulate, F32); dgate_up_w, ddown_w += unless NULL. Without accumulate dx may
+// be dy. Temporaries come from the arena.
+void dpl_experts_backward(dpl_ctx *ctx, const dpl_mlp *mlp, dpl_mat dy, dpl_mat dx, bool accumulate,
+                          float *drow_weight, float *dgate_up_w, float *ddown_w);
 
 /* ---- layer.c: the whole path, shared expert included ---- */
 // Bytes of memory that are enough for any routing of n_tokens.
@@ -126,13 +130,6 @@ dpl_status dpl_moe_forward_in(dpl_ctx *ctx, dpl_comm *comm, const dpl_moe_shape 
                               const dpl_moe_weights *weights, dpl_mat x, size_t n_tokens,
                               const int32_t *segment, const dpl_aux *aux, dpl_moe_memory *memory,
                               dpl_moe_saved *saved_out, dpl_mat y);
-static inline dpl_status dpl_moe_forward(dpl_ctx *ctx, dpl_comm *comm, const dpl_moe_shape *shape,
-                                         const dpl_moe_weights *weights, dpl_mat x, size_t n_tokens,
-                                         const int32_t *segment, const dpl_aux *aux,
-                                         dpl_moe_saved *saved_out, dpl_mat y) {
-    return dpl_moe_forward_in(ctx, comm, shape, weights, x, n_tokens, segment, aux, NULL, saved_out,
-                              y);
-}
 // dx (T, D) F32, written. dy is read only.
 dpl_status dpl_moe_backward(dpl_ctx *ctx, dpl_comm *comm, const dpl_moe_shape *shape,
                             const dpl_moe_weights *weights, dpl_mat x, const dpl_aux *aux,

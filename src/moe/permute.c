@@ -13,6 +13,12 @@ void *dpl_moe_keep(dpl_ctx *ctx, dpl_moe_memory *memory, size_t bytes) {
     return p;
 }
 
+dpl_mat dpl_moe_mat(dpl_ctx *ctx, dpl_moe_memory *memory, size_t n_rows, size_t width,
+                    dpl_dtype dtype) {
+    const size_t bytes = n_rows * width * dpl_dtype_bytes(dtype);
+    return (dpl_mat){dpl_moe_keep(ctx, memory, bytes), width, dtype};
+}
+
 dpl_status dpl_ep_check_ranks(const dpl_comm *comm) {
     if (comm->n_ranks == 1) return DPL_OK;
     return dpl_fail(DPL_ENOSUP, "expert parallelism over %d ranks (transport %s), expected 1",
