@@ -26,7 +26,7 @@ static void make_dir(void) {
         const dpl_st_tensor tensor = {.name = i ? "w1" : "w0", .dtype = DPL_ST_U8};
         dpl_st_writer *writer;
         if (dpl_path_join(dir, i ? "b" : "a", path) != DPL_OK ||
-            dpl_st_create(path, &tensor, 1, NULL, &writer) != DPL_OK ||
+            dpl_st_create(path, &tensor, 1, &writer) != DPL_OK ||
             dpl_st_append(writer, "x", 1) != DPL_OK || dpl_st_finish(&writer) != DPL_OK)
             abort();
     }

@@ -144,7 +144,7 @@ static void full_disk(void **state) {
         const dpl_st_tensor tensor = {
             .name = "t", .dtype = DPL_ST_U8, .rank = 1, .shape = {sizeof data}};
         dpl_st_writer *writer;
-        bad |= dpl_st_create(scratch_path("disk/st"), &tensor, 1, NULL, &writer) != DPL_OK;
+        bad |= dpl_st_create(scratch_path("disk/st"), &tensor, 1, &writer) != DPL_OK;
         bad |= dpl_st_append(writer, data, sizeof data) != DPL_EIO;
         bad |= dpl_st_finish(&writer) == DPL_OK;
         static int32_t ids[1 << 18];

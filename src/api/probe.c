@@ -60,7 +60,7 @@ static void on_tensor(void *arg, const char *name, bool is_int, int rank, const 
 
 static dpl_status write_collection(const probe *p, const char *path) {
     dpl_st_writer *writer = NULL;
-    dpl_status status = dpl_st_create(path, p->list, p->n, NULL, &writer);
+    dpl_status status = dpl_st_create(path, p->list, p->n, &writer);
     for (size_t i = 0; i < p->n && status == DPL_OK; i++)
         status = dpl_st_append(writer, p->list[i].data, p->list[i].bytes);
     if (status == DPL_OK) status = dpl_st_finish(&writer);
@@ -92,8 +92,8 @@ static dpl_status read_ids(probe *p, const dpl_st_file *file, const dpl_st_tenso
     DPL_TRY(dpl_st_read_i64(t, 0, dpl_st_elems(t), p->wide));
     for (size_t i = 0; i < dpl_st_elems(t); i++) {
         const long long id = p->wide[i];
-        DPL_CHECK(id >= low && id < vocab, "%s: %s[%zu] is %lld, expected 0 to %lld",
-                  file->path, t->name, i, id, (long long)vocab - 1);
+        DPL_CHECK(id >= low && id < vocab, "%s: %s[%zu] is %lld, expected 0 to %lld", file->path,
+                  t->name, i, id, (long long)vocab - 1);
         ids[i] = (int32_t)DPL_MAX(id, -1);
     }
     return DPL_OK;
@@ -189,7 +189,6 @@ static void update_bias(probe *p, bool first) {
 // Optimizer steps; the gradients and biases of the first one are there already.
 static dpl_status run_steps(probe *p, size_t n_steps) {
     const dpl_options *o = &p->config->o;
-    const double clip = o->gradient_clipping_threshold;
     char prefix[32];
     DPL_TRY(dpl_optimizer_open(o, p->model, &p->optimizer));
     for (size_t i = 0; i < n_steps; i++) {
@@ -197,8 +196,7 @@ static dpl_status run_steps(probe *p, size_t n_steps) {
         if (i > 0) DPL_TRY(run_pass(p));
         if (i > 0) update_bias(p, false);
         DPL_TRY(dpl_optimizer_norm(p->optimizer, &norm));
-        dpl_optimizer_apply(p->optimizer, o->learning_rate,
-                            clip > 0 && norm > clip ? clip / norm : 1.0);
+        dpl_optimizer_apply(p->optimizer, o->learning_rate, norm);
     }
     dpl_ctx_wait(p->model->ctx);
     snprintf(prefix, sizeof prefix, "adamw%zu", n_steps);

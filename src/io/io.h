@@ -71,11 +71,12 @@ dpl_status dpl_parse_i64(const char *text, int64_t *value_out);
 
 /* ---- safetensors (st_read.c, st_write.c) ----------------------------------------------------- */
 
-#define DPL_ST_DTYPE_MAP(X)                                                                     \
-    X(BOOL, 1)                                                                                  \
-    X(U8, 1)                                                                                    \
-    X(I8, 1) X(F8_E5M2, 1) X(F8_E4M3, 1) X(F8_E8M0, 1) X(I16, 2) X(U16, 2) X(F16, 2) X(BF16, 2) \
-        X(I32, 4) X(U32, 4) X(F32, 4) X(F64, 8) X(I64, 8) X(U64, 8)
+#define DPL_ST_DTYPE_MAP(X)                                                                      \
+    X(BOOL, 1)                                                                                   \
+    X(U8, 1)                                                                                     \
+    X(I8, 1)                                                                                     \
+    X(F8_E5M2, 1) X(F8_E4M3, 1) X(F8_E8M0, 1) X(I16, 2) X(U16, 2) X(F16, 2) X(BF16, 2) X(I32, 4) \
+        X(U32, 4) X(F32, 4) X(F64, 8) X(I64, 8) X(U64, 8)
 typedef enum dpl_st_dtype {
 #define DPL_ST_ENUM(id, bytes) DPL_ST_##id,
     DPL_ST_DTYPE_MAP(DPL_ST_ENUM)
@@ -125,7 +126,6 @@ dpl_status dpl_st_read_i64(const dpl_st_tensor *tensor, size_t first, size_t n, 
 // wanted. The file appears at finish, which closes in any case and checks that every byte came.
 typedef struct dpl_st_writer dpl_st_writer;
 dpl_status dpl_st_create(const char *path, const dpl_st_tensor *tensors, size_t n_tensors,
-                         const char *const *metadata /* key, value, ..., NULL; or NULL */,
                          dpl_st_writer **writer_out);
 dpl_status dpl_st_append(dpl_st_writer *writer, const void *data, size_t bytes);
 dpl_status dpl_st_finish(dpl_st_writer **writer);

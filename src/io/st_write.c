@@ -27,7 +27,7 @@ static dpl_status add_tensor(const char *path, json_t *header, const dpl_st_tens
     if (!dpl_st_shape_bytes(tensor, &bytes) || bytes > INT64_MAX - *end)
         return dpl_fail(DPL_EINVAL, "%s: tensor %s has no valid dtype and shape", path,
                         tensor->name);
-    if (!strcmp(tensor->name, "__metadata__") || json_object_get(header, tensor->name))
+    if (json_object_get(header, tensor->name))
         return dpl_fail(DPL_EINVAL, "%s: the name %s is taken", path, tensor->name);
     json_t *shape = json_array();
     for (int i = 0; i < tensor->rank; i++)
@@ -41,42 +41,31 @@ static dpl_status add_tensor(const char *path, json_t *header, const dpl_st_tens
     return DPL_OK;
 }
 
-static dpl_status make_header(const char *path, const dpl_st_tensor *tensors, size_t n_tensors,
-                              const char *const *metadata, json_t *header, uint64_t *data_bytes) {
-    json_t *map = metadata ? json_object() : NULL;
-    int rc = metadata ? json_object_set_new(header, "__metadata__", map) : 0;
-    for (; metadata && rc == 0 && metadata[0]; metadata += 2)
-        rc = json_object_set_new(map, metadata[0], json_string(metadata[1]));
-    if (rc != 0) return dpl_fail(DPL_EINVAL, "%s: metadata that are not UTF-8", path);
-    for (size_t i = 0; i < n_tensors; i++)
-        DPL_TRY(add_tensor(path, header, &tensors[i], data_bytes));
-    return DPL_OK;
-}
-
 // The data start at a multiple of 8, as the format asks; spaces fill the header up.
 static dpl_status write_header(dpl_out *out, const json_t *header) {
-    char *text = json_dumps(header, JSON_COMPACT);
-    if (!text) return dpl_fail(DPL_ENOMEM, "no memory for the header of %s", out->path);
-    const size_t text_bytes = strlen(text);
+    const size_t text_bytes = json_dumpb(header, NULL, 0, JSON_COMPACT);
     const uint64_t bytes = dpl_round_up(text_bytes, 8);
-    dpl_status status = DPL_OK;
     if (bytes > DPL_ST_HEADER_MAX)
-        status = dpl_fail(DPL_EINVAL, "%s: a header of %zu bytes is too long; write shards",
-                          out->path, (size_t)bytes);
-    if (status == DPL_OK) status = dpl_out_write(out, &bytes, 8);
-    if (status == DPL_OK) status = dpl_out_write(out, text, text_bytes);
-    if (status == DPL_OK) status = dpl_out_write(out, "       ", (size_t)bytes - text_bytes);
-    free(text);
+        return dpl_fail(DPL_EINVAL, "%s: a header of %zu bytes is too long; write shards",
+                        out->path, (size_t)bytes);
+    char *text = dpl_alloc(8 + bytes);
+    if (!text) return dpl_fail(DPL_ENOMEM, "no memory for the header of %s", out->path);
+    memcpy(text, &bytes, 8);
+    memset(text + 8, ' ', bytes);
+    json_dumpb(header, text + 8, text_bytes, JSON_COMPACT);
+    const dpl_status status = dpl_out_write(out, text, 8 + bytes);
+    dpl_free(text);
     return status;
 }
 
 dpl_status dpl_st_create(const char *path, const dpl_st_tensor *tensors, size_t n_tensors,
-                         const char *const *metadata, dpl_st_writer **writer_out) {
+                         dpl_st_writer **writer_out) {
     dpl_st_writer *writer = dpl_alloc(sizeof *writer);
-    json_t *header = json_object();
-    dpl_status status = DPL_OK;
-    if (!writer || !header) status = dpl_fail(DPL_ENOMEM, "no memory to write %s", path);
-    else status = make_header(path, tensors, n_tensors, metadata, header, &writer->data_bytes);
+    json_t *header = json_pack("{s:{s:s}}", "__metadata__", "format", "pt");
+    dpl_status status = writer && header ? DPL_OK
+                                         : dpl_fail(DPL_ENOMEM, "no memory to write %s", path);
+    for (size_t i = 0; i < n_tensors && status == DPL_OK; i++)
+        status = add_tensor(path, header, &tensors[i], &writer->data_bytes);
     if (status == DPL_OK) status = dpl_out_open(path, &writer->out);
     if (status == DPL_OK && (status = write_header(&writer->out, header)) != DPL_OK)
         dpl_out_abandon(&writer->out);
@@ -120,9 +109,10 @@ void dpl_st_abandon(dpl_st_writer **writer) {
 typedef struct shard_plan {
     const char *dir;
     dpl_st_tensor *tensors; // in the order of writing
-    size_t *source, *shard; // their numbers in the caller's list; their shards
+    size_t *source;         // their numbers in the caller's list
     size_t n_tensors, n_shards;
-    uint64_t total_bytes;
+    uint64_t shard_bytes, total_bytes;
+    json_t *index;
 } shard_plan;
 
 static void shard_name(const shard_plan *plan, size_t i_shard, char name[NAME_BYTES]) {
@@ -131,42 +121,51 @@ static void shard_name(const shard_plan *plan, size_t i_shard, char name[NAME_BY
         snprintf(name, NAME_BYTES, "model-%05zu-of-%05zu.safetensors", i_shard + 1, plan->n_shards);
 }
 
-// Orders the tensors by width and cuts them into shards.
-static dpl_status make_plan(shard_plan *plan, const dpl_st_tensor *tensors, size_t shard_bytes) {
+// The tensor behind the last one of the shard that starts with `first`.
+static size_t shard_end(const shard_plan *plan, size_t first) {
+    uint64_t bytes = 0;
+    for (size_t i = first; i < plan->n_tensors; i++) {
+        if (bytes > 0 && bytes + plan->tensors[i].bytes > plan->shard_bytes) return i;
+        bytes += plan->tensors[i].bytes;
+    }
+    return plan->n_tensors;
+}
+
+// Orders the tensors by width and counts their shards.
+static dpl_status make_plan(shard_plan *plan, const dpl_st_tensor *tensors) {
     const size_t n = plan->n_tensors;
     plan->tensors = dpl_alloc_array(n, sizeof *plan->tensors);
     plan->source = dpl_alloc_array(n, sizeof *plan->source);
-    plan->shard = dpl_alloc_array(n, sizeof *plan->shard);
-    if (!plan->tensors || !plan->source || !plan->shard)
+    if (!plan->tensors || !plan->source)
         return dpl_fail(DPL_ENOMEM, "no memory to write %s", plan->dir);
-    size_t n_placed = 0;
-    uint64_t in_shard = 0, bytes;
+    dpl_st_tensor *next = plan->tensors;
     for (size_t i = 0; i < 4 * n; i++) { // widths 8, 4, 2, 1
         const dpl_st_tensor *tensor = &tensors[i % n];
+        uint64_t bytes;
         if (!dpl_st_shape_bytes(tensor, &bytes) || bytes > INT64_MAX - plan->total_bytes)
             return dpl_fail(DPL_EINVAL, "tensor %s has no valid dtype and shape", tensor->name);
         if (dpl_st_dtype_bytes(tensor->dtype) != 8u >> i / n) continue;
-        const bool full = shard_bytes > 0 && in_shard > 0 && in_shard + bytes > shard_bytes;
-        in_shard = full ? bytes : in_shard + bytes;
-        plan->n_shards += full;
+        plan->source[next - plan->tensors] = i % n;
+        *next = *tensor;
+        next++->bytes = bytes;
         plan->total_bytes += bytes;
-        plan->source[n_placed] = i % n;
-        plan->shard[n_placed] = plan->n_shards - 1;
-        plan->tensors[n_placed] = *tensor;
-        plan->tensors[n_placed++].bytes = bytes;
     }
+    for (size_t i = shard_end(plan, 0); i < n; i = shard_end(plan, i)) plan->n_shards++;
     return DPL_OK;
 }
 
-static dpl_status make_index(const shard_plan *plan, json_t **index_out) {
+static dpl_status make_index(shard_plan *plan) {
     json_t *map = json_object();
-    *index_out = json_pack("{s:{s:I}, s:o}", "metadata", "total_size",
-                           (json_int_t)plan->total_bytes, "weight_map", map);
-    if (!*index_out) return dpl_fail(DPL_ENOMEM, "no memory to write %s", plan->dir);
-    for (size_t i = 0; i < plan->n_tensors; i++) {
+    plan->index = json_pack("{s:{s:I}, s:o}", "metadata", "total_size",
+                            (json_int_t)plan->total_bytes, "weight_map", map);
+    if (!plan->index) return dpl_fail(DPL_ENOMEM, "no memory to write %s", plan->dir);
+    for (size_t i = 0, end = 0, i_shard = 0; i < plan->n_tensors; i++) {
         const char *name = plan->tensors[i].name;
         char file[NAME_BYTES];
-        shard_name(plan, plan->shard[i], file);
+        if (i == end) {
+            end = shard_end(plan, i);
+            shard_name(plan, i_shard++, file);
+        }
         if (json_object_get(map, name))
             return dpl_fail(DPL_EINVAL, "%s: the name %s is taken", plan->dir, name);
         if (json_object_set_new(map, name, json_string(file)) != 0)
@@ -175,19 +174,15 @@ static dpl_status make_index(const shard_plan *plan, json_t **index_out) {
     return DPL_OK;
 }
 
-// Moves *next from the shard's first tensor to the one behind its last.
-static dpl_status write_shard(const shard_plan *plan, size_t i_shard, dpl_fill_fn fill, void *arg,
-                              size_t *next) {
-    static const char *const metadata[] = {"format", "pt", NULL};
-    const size_t first = *next;
-    while (*next < plan->n_tensors && plan->shard[*next] == i_shard) ++*next;
+static dpl_status write_shard(const shard_plan *plan, size_t i_shard, size_t first, size_t end,
+                              dpl_fill_fn fill, void *arg) {
     char name[NAME_BYTES], path[PATH_MAX];
     shard_name(plan, i_shard, name);
     DPL_TRY(dpl_path_join(plan->dir, name, path));
     dpl_st_writer *writer;
-    DPL_TRY(dpl_st_create(path, plan->tensors + first, *next - first, metadata, &writer));
+    DPL_TRY(dpl_st_create(path, plan->tensors + first, end - first, &writer));
     dpl_status status = DPL_OK;
-    for (size_t i = first; i < *next && status == DPL_OK; i++) {
+    for (size_t i = first; i < end && status == DPL_OK; i++) {
         const uint64_t before = writer->written;
         status = fill(arg, plan->source[i], writer);
         if (status == DPL_OK && writer->written - before != plan->tensors[i].bytes)
@@ -224,18 +219,21 @@ static dpl_status remove_stale(const shard_plan *plan) {
 
 dpl_status dpl_shards_write(const char *dir, const dpl_st_tensor *tensors, size_t n_tensors,
                             size_t shard_bytes, dpl_fill_fn fill, void *arg) {
-    shard_plan plan = {.dir = dir, .n_tensors = n_tensors, .n_shards = 1};
-    json_t *index = NULL;
+    shard_plan plan = {.dir = dir,
+                       .n_tensors = n_tensors,
+                       .n_shards = 1,
+                       .shard_bytes = shard_bytes > 0 ? shard_bytes : UINT64_MAX};
     char path[PATH_MAX];
     dpl_status status = dpl_path_join(dir, DPL_ST_INDEX, path);
-    if (status == DPL_OK) status = make_plan(&plan, tensors, shard_bytes);
-    if (status == DPL_OK) status = make_index(&plan, &index);
-    for (size_t i = 0, next = 0; i < plan.n_shards && status == DPL_OK; i++)
-        status = write_shard(&plan, i, fill, arg, &next);
-    if (status == DPL_OK && plan.n_shards > 1) status = dpl_json_write(path, index);
+    if (status == DPL_OK) status = make_plan(&plan, tensors);
+    if (status == DPL_OK) status = make_index(&plan);
+    for (size_t i = 0, first = 0, end; i < plan.n_shards && status == DPL_OK; i++, first = end) {
+        end = shard_end(&plan, first);
+        status = write_shard(&plan, i, first, end, fill, arg);
+    }
+    if (status == DPL_OK && plan.n_shards > 1) status = dpl_json_write(path, plan.index);
     if (status == DPL_OK) status = remove_stale(&plan);
-    json_decref(index);
-    dpl_free(plan.shard);
+    json_decref(plan.index);
     dpl_free(plan.source);
     dpl_free(plan.tensors);
     return status;

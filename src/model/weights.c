@@ -266,7 +266,7 @@ dpl_status dpl_model_save_flat(dpl_model *m, const char *path, const char *const
     slots s;
     dpl_st_writer *writer = NULL;
     DPL_TRY(open_slots(m, prefixes, flats, n_flats, DPL_F32, &s));
-    dpl_status status = dpl_st_create(path, s.tensors, s.n, NULL, &writer);
+    dpl_status status = dpl_st_create(path, s.tensors, s.n, &writer);
     for (size_t i = 0; i < s.n && status == DPL_OK; i++) status = write_slot(&s, i, writer);
     if (status == DPL_OK) status = dpl_st_finish(&writer);
     dpl_st_abandon(&writer);
