@@ -103,66 +103,57 @@ typedef struct yaml_reader {
     yaml_parser_t parser;
     yaml_event_t event; // the current one
     const char *path;
-    json_t *seen; // key -> line
+    json_t *seen; // key -> line; owns the keys
     dpl_yaml_fn fn;
     void *arg;
+    bool in_document, in_mapping;
+    const char *key; // whose value is next; NULL: a key is
+    int line;        // the key's
+    json_t *lists[YAML_DEPTH_MAX];
+    size_t depth; // of the current list; 0: none
 } yaml_reader;
 
-static int event_line(const yaml_reader *reader) {
-    return (int)reader->event.start_mark.line + 1;
+static dpl_status fail_here(const yaml_reader *r, const char *what) {
+    return dpl_fail(DPL_EFORMAT, "%s:%zu: %s", r->path, r->event.start_mark.line + 1, what);
 }
 
-static dpl_status fail_here(const yaml_reader *reader, const char *what) {
-    return dpl_fail(DPL_EFORMAT, "%s:%d: %s", reader->path, event_line(reader), what);
-}
-
-static dpl_status fail_memory(const yaml_reader *reader) {
-    return dpl_fail(DPL_ENOMEM, "no memory to read %s", reader->path);
+static dpl_status fail_memory(const yaml_reader *r) {
+    return dpl_fail(DPL_ENOMEM, "no memory to read %s", r->path);
 }
 
 // Moves to the next event, which is none that would be more than plain text and lists.
-static dpl_status next_event(yaml_reader *reader) {
-    const yaml_parser_t *p = &reader->parser;
-    const yaml_event_t *e = &reader->event;
-    yaml_event_delete(&reader->event);
-    if (!yaml_parser_parse(&reader->parser, &reader->event)) {
-        if (p->error == YAML_MEMORY_ERROR) return fail_memory(reader);
+static dpl_status next_event(yaml_reader *r) {
+    const yaml_parser_t *p = &r->parser;
+    const yaml_event_t *e = &r->event;
+    yaml_event_delete(&r->event);
+    if (!yaml_parser_parse(&r->parser, &r->event)) {
+        if (p->error == YAML_MEMORY_ERROR) return fail_memory(r);
         if (p->error == YAML_READER_ERROR)
-            return dpl_fail(DPL_EFORMAT, "%s: byte %zu: %s", reader->path, p->problem_offset,
+            return dpl_fail(DPL_EFORMAT, "%s: byte %zu: %s", r->path, p->problem_offset,
                             p->problem);
-        return dpl_fail(DPL_EFORMAT, "%s:%zu: %s", reader->path, p->problem_mark.line + 1,
+        return dpl_fail(DPL_EFORMAT, "%s:%zu: %s", r->path, p->problem_mark.line + 1,
                         p->problem ? p->problem : "not YAML");
     }
-    if (e->type == YAML_ALIAS_EVENT) return fail_here(reader, "aliases are not supported");
+    if (e->type == YAML_ALIAS_EVENT) return fail_here(r, "aliases are not supported");
     if (e->type != YAML_SCALAR_EVENT && e->type != YAML_SEQUENCE_START_EVENT &&
         e->type != YAML_MAPPING_START_EVENT)
         return DPL_OK;
     // The data of these three begin alike.
-    if (e->data.scalar.anchor) return fail_here(reader, "anchors are not supported");
-    if (e->data.scalar.tag) return fail_here(reader, "tags are not supported");
-    if (e->type == YAML_SCALAR_EVENT &&
-        strlen((char *)e->data.scalar.value) != e->data.scalar.length)
-        return fail_here(reader, "a NUL in the text");
+    if (e->data.scalar.anchor) return fail_here(r, "anchors are not supported");
+    if (e->data.scalar.tag) return fail_here(r, "tags are not supported");
     return DPL_OK;
 }
 
-// The text of a scalar event; NULL after wording the error.
-static const char *scalar_text(const yaml_reader *reader) {
-    if (reader->event.type == YAML_SCALAR_EVENT) return (char *)reader->event.data.scalar.value;
-    (void)fail_here(reader, "expected a plain value");
-    return NULL;
-}
-
-static bool is_null(const yaml_reader *reader, const char *text) {
-    return reader->event.data.scalar.style == YAML_PLAIN_SCALAR_STYLE &&
+static bool is_null(const yaml_reader *r, const char *text) {
+    return r->event.data.scalar.style == YAML_PLAIN_SCALAR_STYLE &&
            (!*text || !strcmp(text, "~") || !strcasecmp(text, "null"));
 }
 
-static json_t *scalar_json(const yaml_reader *reader, const char *text) {
+static json_t *scalar_json(const yaml_reader *r, const char *text) {
     int64_t integer;
     double real;
-    if (reader->event.data.scalar.style != YAML_PLAIN_SCALAR_STYLE) return json_string(text);
-    if (is_null(reader, text)) return json_null();
+    if (r->event.data.scalar.style != YAML_PLAIN_SCALAR_STYLE) return json_string(text);
+    if (is_null(r, text)) return json_null();
     if (!strcasecmp(text, "true")) return json_true();
     if (!strcasecmp(text, "false")) return json_false();
     if (dpl_parse_i64(text, &integer) == DPL_OK) return json_integer(integer);
@@ -170,94 +161,90 @@ static json_t *scalar_json(const yaml_reader *reader, const char *text) {
     return json_string(text);
 }
 
-// Appends what stands between a sequence's start event and its end event.
-static dpl_status read_sequence(yaml_reader *reader, int depth, json_t *array) {
-    if (depth > YAML_DEPTH_MAX) return fail_here(reader, "lists are nested too deep");
-    for (;;) {
-        DPL_TRY(next_event(reader));
-        if (reader->event.type == YAML_SEQUENCE_END_EVENT) return DPL_OK;
-        const bool nested = reader->event.type == YAML_SEQUENCE_START_EVENT;
-        const char *text = nested ? "" : scalar_text(reader);
-        if (!text) return DPL_EFORMAT;
-        json_t *item = nested ? json_array() : scalar_json(reader, text);
-        if (json_array_append_new(array, item) != 0) return fail_memory(reader);
-        if (nested) DPL_TRY(read_sequence(reader, depth + 1, item));
-    }
+// Hands the key and its value to the caller.
+static dpl_status give_value(yaml_reader *r, const char *text) {
+    const dpl_status status = r->fn(r->arg, r->key, text, r->line);
+    r->key = NULL;
+    return status == DPL_OK ? status : dpl_fail_in(status, "%s:%d", r->path, r->line);
 }
 
-// Hands key and value to the caller; the current event is the value's first.
-static dpl_status read_value(yaml_reader *reader, const char *key, int line) {
-    const char *text = NULL;
-    char *json_text = NULL;
-    if (reader->event.type == YAML_MAPPING_START_EVENT)
-        return fail_here(reader, "a mapping inside the mapping; keys must be flat");
-    if (reader->event.type == YAML_SEQUENCE_START_EVENT) {
-        json_t *array = json_array();
-        dpl_status status = array ? read_sequence(reader, 1, array) : fail_memory(reader);
-        if (status == DPL_OK && !(text = json_text = json_dumps(array, 0)))
-            status = fail_memory(reader);
-        json_decref(array);
-        DPL_TRY(status);
-    } else {
-        if (!(text = scalar_text(reader))) return DPL_EFORMAT;
-        if (is_null(reader, text)) text = "";
-    }
-    const dpl_status status = reader->fn(reader->arg, key, text, line);
-    free(json_text);
-    return status == DPL_OK ? status : dpl_fail_in(status, "%s:%d", reader->path, line);
+static dpl_status take_key(yaml_reader *r, const char *text) {
+    r->line = (int)r->event.start_mark.line + 1;
+    const json_t *earlier = json_object_get(r->seen, text);
+    if (earlier)
+        return dpl_fail(DPL_EFORMAT, "%s:%d: the key '%s' stands on line %lld already", r->path,
+                        r->line, text, (long long)json_integer_value(earlier));
+    if (json_object_set_new(r->seen, text, json_integer(r->line)) != 0) return fail_memory(r);
+    r->key = json_object_iter_key(json_object_iter_at(r->seen, text));
+    return DPL_OK;
 }
 
-static dpl_status read_mapping(yaml_reader *reader) {
-    for (;;) {
-        DPL_TRY(next_event(reader));
-        if (reader->event.type == YAML_MAPPING_END_EVENT) return DPL_OK;
-        const char *text = scalar_text(reader);
-        if (!text) return DPL_EFORMAT;
-        const int line = event_line(reader);
-        const json_t *earlier = json_object_get(reader->seen, text);
-        if (earlier)
-            return dpl_fail(DPL_EFORMAT, "%s:%d: the key '%s' stands on line %lld already",
-                            reader->path, line, text, (long long)json_integer_value(earlier));
-        if (json_object_set_new(reader->seen, text, json_integer(line)) != 0)
-            return fail_memory(reader);
-        // The object's copy of the key lives on when the event goes.
-        const char *key = json_object_iter_key(json_object_iter_at(reader->seen, text));
-        DPL_TRY(next_event(reader));
-        DPL_TRY(read_value(reader, key, line));
-    }
+static dpl_status take_scalar(yaml_reader *r) {
+    const char *text = (char *)r->event.data.scalar.value;
+    if (strlen(text) != r->event.data.scalar.length) return fail_here(r, "a NUL in the text");
+    if (!r->in_mapping && !*text) return DPL_OK; // an empty document
+    if (!r->in_mapping) return fail_here(r, "expected lines of the form 'key: value'");
+    if (!r->key) return take_key(r, text);
+    if (r->depth == 0) return give_value(r, is_null(r, text) ? "" : text);
+    const int rc = json_array_append_new(r->lists[r->depth - 1], scalar_json(r, text));
+    return rc == 0 ? DPL_OK : fail_memory(r);
 }
 
-static dpl_status read_document(yaml_reader *reader) {
-    DPL_TRY(next_event(reader)); // stream start
-    DPL_TRY(next_event(reader));
-    if (reader->event.type == YAML_STREAM_END_EVENT) return DPL_OK; // Nothing but comments.
-    DPL_TRY(next_event(reader));
-    if (reader->event.type == YAML_MAPPING_START_EVENT) DPL_TRY(read_mapping(reader));
-    else if (reader->event.type != YAML_SCALAR_EVENT || reader->event.data.scalar.length > 0)
-        return fail_here(reader, "expected lines of the form 'key: value'");
-    DPL_TRY(next_event(reader)); // document end
-    DPL_TRY(next_event(reader));
-    if (reader->event.type != YAML_STREAM_END_EVENT) return fail_here(reader, "a second document");
+static dpl_status open_list(yaml_reader *r) {
+    if (!r->in_mapping) return fail_here(r, "expected lines of the form 'key: value'");
+    if (!r->key) return fail_here(r, "expected a plain value");
+    if (r->depth == YAML_DEPTH_MAX) return fail_here(r, "lists are nested too deep");
+    json_t *list = json_array();
+    if (!list || (r->depth && json_array_append_new(r->lists[r->depth - 1], list) != 0))
+        return fail_memory(r);
+    r->lists[r->depth++] = list; // The outermost list owns the others.
+    return DPL_OK;
+}
+
+static dpl_status close_list(yaml_reader *r) {
+    if (--r->depth > 0) return DPL_OK;
+    char *text = json_dumps(r->lists[0], 0);
+    const dpl_status status = text ? give_value(r, text) : fail_memory(r);
+    free(text);
+    json_decref(r->lists[0]);
+    return status;
+}
+
+static dpl_status take_event(yaml_reader *r) {
+    const yaml_event_type_t type = r->event.type;
+    if (type == YAML_SCALAR_EVENT) return take_scalar(r);
+    if (type == YAML_SEQUENCE_START_EVENT) return open_list(r);
+    if (type == YAML_SEQUENCE_END_EVENT) return close_list(r);
+    if (type == YAML_DOCUMENT_START_EVENT && r->in_document)
+        return fail_here(r, "a second document");
+    if (type == YAML_MAPPING_START_EVENT && r->in_mapping)
+        return fail_here(r, r->key && r->depth == 0
+                                ? "a mapping inside the mapping; keys must be flat"
+                                : "expected a plain value");
+    r->in_document |= type == YAML_DOCUMENT_START_EVENT;
+    r->in_mapping |= type == YAML_MAPPING_START_EVENT;
     return DPL_OK;
 }
 
 dpl_status dpl_yaml_read(const char *path, dpl_yaml_fn fn, void *arg) {
     dpl_map map;
     DPL_TRY(dpl_map_open(path, &map));
-    yaml_reader reader = {.path = path, .fn = fn, .arg = arg};
-    dpl_status status;
+    yaml_reader r = {.path = path, .fn = fn, .arg = arg};
+    dpl_status status = DPL_OK;
     if (map.bytes > YAML_BYTES_MAX) {
         status = dpl_fail(DPL_EFORMAT, "%s: %zu bytes; a configuration has at most %zu", path,
                           map.bytes, YAML_BYTES_MAX);
-    } else if (!(reader.seen = json_object()) || !yaml_parser_initialize(&reader.parser)) {
-        status = fail_memory(&reader);
+    } else if (!(r.seen = json_object()) || !yaml_parser_initialize(&r.parser)) {
+        status = fail_memory(&r);
     } else {
-        yaml_parser_set_input_string(&reader.parser, map.data, map.bytes);
-        status = read_document(&reader);
-        yaml_event_delete(&reader.event);
-        yaml_parser_delete(&reader.parser);
+        yaml_parser_set_input_string(&r.parser, map.data, map.bytes);
+        while (status == DPL_OK && r.event.type != YAML_STREAM_END_EVENT)
+            if ((status = next_event(&r)) == DPL_OK) status = take_event(&r);
+        if (r.depth > 0) json_decref(r.lists[0]);
+        yaml_event_delete(&r.event);
+        yaml_parser_delete(&r.parser);
     }
-    json_decref(reader.seen);
+    json_decref(r.seen);
     dpl_map_close(&map);
     return status;
 }
