@@ -4,15 +4,8 @@
 
 #define LATENT_EPS 1e-6f // of the latent norms, whatever the model's is, as transformers has it
 
-const char *dpl_act_name(dpl_act_id id) {
-#define NAME(id, name, width) name,
-    static const char *const names[] = {DPL_ACT_MAP(NAME)};
-#undef NAME
-    return names[id];
-}
-
 size_t dpl_act_width(const dpl_model_config *c, dpl_act_id id) {
-#define WIDTH(id, name, width) width,
+#define WIDTH(id, width) width,
     const size_t widths[] = {DPL_ACT_MAP(WIDTH)};
 #undef WIDTH
     return widths[id];

@@ -9,34 +9,34 @@
 
 #include "model/model.h"
 
-// id, MaxText's name where it has one, width of a row. INPUT and MLP_INPUT are the residual stream.
+// id, width of a row. INPUT and MLP_INPUT are the residual stream.
 // clang-format off
-#define DPL_ACT_MAP(X)                                                      \
-    X(INPUT, "decoder_layer_input", c->d)                                   \
-    X(ATTN_NORM, "attention_norm", c->d)                                    \
-    X(Q_A, "query_wa_proj", c->q_lora)                                      \
-    X(Q_A_NORM, "query_wa_norm", c->q_lora)                                 \
-    X(Q, "query_proj", c->n_heads * (c->d_nope + c->d_rope))                \
-    X(KV_A, "kv_wa_proj", c->kv_lora + c->d_rope)                           \
-    X(KV_A_NORM, "kv_wa_norm", c->kv_lora)                                  \
-    X(KV, "kv_proj", c->n_heads * (c->d_nope + c->d_v))                     \
-    X(CONTEXT, "context", c->n_heads * c->d_v)                              \
-    X(MLP_INPUT, "out_proj", c->d)                                          \
-    X(MLP_NORM, "mlp_norm", c->d)                                           \
-    X(MLPWI, "mlpwi", dpl_gate_up_width(c->mlp_f))                          \
-    X(MLP_HIDDEN, "mlp_hidden", c->mlp_f)
+#define DPL_ACT_MAP(X)                                    \
+    X(INPUT, c->d)                                        \
+    X(ATTN_NORM, c->d)                                    \
+    X(Q_A, c->q_lora)                                     \
+    X(Q_A_NORM, c->q_lora)                                \
+    X(Q, c->n_heads * (c->d_nope + c->d_rope))            \
+    X(KV_A, c->kv_lora + c->d_rope)                       \
+    X(KV_A_NORM, c->kv_lora)                              \
+    X(KV, c->n_heads * (c->d_nope + c->d_v))              \
+    X(CONTEXT, c->n_heads * c->d_v)                       \
+    X(MLP_INPUT, c->d)                                    \
+    X(MLP_NORM, c->d)                                     \
+    X(MLPWI, dpl_gate_up_width(c->mlp_f))                 \
+    X(MLP_HIDDEN, c->mlp_f)
 // clang-format on
-#define DPL_ACT_ENUM(id, name, width) DPL_ACT_##id,
+#define DPL_ACT_ENUM(id, width) DPL_ACT_##id,
 typedef enum dpl_act_id { DPL_ACT_MAP(DPL_ACT_ENUM) DPL_ACT_N } dpl_act_id;
 #undef DPL_ACT_ENUM
-const char *dpl_act_name(dpl_act_id id);
 size_t dpl_act_width(const dpl_model_config *config, dpl_act_id id);
 
-// The tokens of one pass through a layer, in the shape (B, S).
+// The tokens of one pass through a layer: a batch that was checked, its positions filled in.
 typedef struct dpl_stream {
     size_t n_batch, n_seq, n_tokens;
     const int32_t *segment; // NULL: all 1
-    const int32_t *position;
+    const int32_t *position, *ids;
+    const int32_t *targets; // NULL: forward only
 } dpl_stream;
 
 typedef struct dpl_block_saved {
@@ -105,7 +105,7 @@ typedef struct dpl_layers { // one pass through all layers
     size_t n_done;               // so many of both are there, after an error too
 } dpl_layers;
 // Embedding and layers. The caller sets the fields above x.
-dpl_status dpl_layers_forward(dpl_model *model, const int32_t *ids, dpl_layers *layers);
+dpl_status dpl_layers_forward(dpl_model *model, dpl_layers *layers);
 // Final norm and head of n_rows rows; temporaries from the arena, which the caller releases.
 void dpl_model_head(dpl_model *model, dpl_mat x, size_t n_rows, float *logits);
 
