@@ -30,7 +30,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes) {
     const dpl_source_kind kind = choice & 128 ? DPL_SOURCE_TEXT : DPL_SOURCE_BIN;
     dpl_source *source = NULL;
     if (dpl_source_open(path, kind, width, vocab, &source) == DPL_OK) {
-        const size_t n = dpl_source_tokens(source);
+        const size_t n = source->n_tokens;
         int32_t *ids = malloc(n * sizeof *ids);
         dpl_source_read(source, 0, n, ids);
         for (size_t i = 0; i < n; i++)

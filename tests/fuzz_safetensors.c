@@ -12,11 +12,11 @@ static void read_all(const dpl_st_tensor *tensor) {
     const size_t n = dpl_st_elems(tensor);
     if (n * dpl_st_dtype_bytes(tensor->dtype) != tensor->bytes) abort();
     float *f32 = malloc(n * sizeof *f32 + 1);
-    int64_t *i64 = malloc(n * sizeof *i64 + 1);
-    (void)dpl_st_read_f32(tensor, 0, n, f32);
-    (void)dpl_st_read_i64(tensor, 0, n, i64);
+    int32_t *i32 = malloc(n * sizeof *i32 + 1);
+    (void)dpl_st_read_f32(tensor, f32);
+    (void)dpl_st_read_i32(tensor, INT64_MIN, INT32_MAX, i32);
     free(f32);
-    free(i64);
+    free(i32);
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes);

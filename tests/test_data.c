@@ -308,7 +308,7 @@ static void wrong_data(void **state) {
     check_error(dpl_data_open(&config->o, 4, 256, &data), DPL_EINVAL, "inputs", "(4, 16)");
     ids[37] = 256;
     run_write_batch(batch, 4, 16, ids, targets, NULL, NULL);
-    check_error(dpl_data_open(&config->o, 4, 256, &data), DPL_EFORMAT, "256", "element 37");
+    check_error(dpl_data_open(&config->o, 4, 256, &data), DPL_EFORMAT, "256", "inputs[37]");
     assert_null(data);
     dpl_config_close(&config);
 }

@@ -55,8 +55,8 @@ static void text_bytes(void **state) {
     const char *path = scratch_path("odd.txt");
     scratch_write(path, odd, sizeof odd);
     dpl_source *source = open_text(path);
-    assert_int_equal(dpl_source_tokens(source), sizeof odd);
-    assert_int_equal(dpl_source_documents(source), 1);
+    assert_int_equal(source->n_tokens, sizeof odd);
+    assert_int_equal(source->n_documents, 1);
     check_bytes(source, 0, odd, sizeof odd);
     dpl_source_close(&source);
     assert_null(source);
@@ -68,7 +68,7 @@ static void text_bytes(void **state) {
         for (size_t j = 0; j < sizes[i]; j++) text[j] = (uint8_t) "\xe2\x80\x99"[j % 3];
         scratch_write(path, text, sizes[i]);
         source = open_text(path);
-        assert_int_equal(dpl_source_tokens(source), sizes[i]);
+        assert_int_equal(source->n_tokens, sizes[i]);
         check_bytes(source, 0, text, sizes[i]);
         check_bytes(source, 4094, text + 4094, 1);
         dpl_source_close(&source);
@@ -127,9 +127,9 @@ static void text_folder(void **state) {
     assert_non_null(strstr(log, "f/a.empty is empty"));
     assert_non_null(strstr(log, "2 files are empty"));
     static const uint64_t starts[] = {0, 2, 8, 10, 11, 12};
-    assert_int_equal(dpl_source_documents(source), 5);
+    assert_int_equal(source->n_documents, 5);
     for (size_t i = 0; i < DPL_COUNT(starts); i++)
-        assert_int_equal(dpl_source_document(source, i), starts[i]);
+        assert_int_equal(source->documents[i], starts[i]);
     for (uint64_t token = 0; token < 12; token++) {
         const size_t i = dpl_source_document_of(source, token);
         assert_true(starts[i] <= token && token < starts[i + 1]);
@@ -184,9 +184,9 @@ static void many_sizes(void **state) {
     }
     starts[100] = n_all;
     dpl_source *source = open_text(scratch_path("sizes"));
-    assert_int_equal(dpl_source_tokens(source), n_all);
-    assert_int_equal(dpl_source_documents(source), 100);
-    for (size_t i = 0; i <= 100; i++) assert_int_equal(dpl_source_document(source, i), starts[i]);
+    assert_int_equal(source->n_tokens, n_all);
+    assert_int_equal(source->n_documents, 100);
+    for (size_t i = 0; i <= 100; i++) assert_int_equal(source->documents[i], starts[i]);
     check_bytes(source, 0, all, n_all);
     for (size_t i = 0; i < 2000; i++) {
         const size_t first = dpl_rng_u64(seed, 500, i) % n_all;
@@ -235,8 +235,8 @@ static void many_documents(void **state) {
     const size_t before = peak_bytes();
     dpl_source *source = open_text(dir);
     const size_t bytes = peak_bytes() - before;
-    assert_int_equal(dpl_source_documents(source), n);
-    assert_int_equal(dpl_source_tokens(source), n);
+    assert_int_equal(source->n_documents, n);
+    assert_int_equal(source->n_tokens, n);
     dpl_source_close(&source);
     print_message("%zu documents: %zu bytes at most\n", n, bytes);
     if (!HAS_SANITIZER) assert_true(bytes < 80 * n + ((size_t)4 << 20));
@@ -269,8 +269,8 @@ static void bin_round_trip(void **state) {
         dpl_map_close(&map);
         dpl_source *source;
         check_ok(dpl_source_open(path, DPL_SOURCE_BIN, 0, cases[i].vocab, &source));
-        assert_int_equal(dpl_source_tokens(source), DPL_COUNT(ids));
-        assert_int_equal(dpl_source_documents(source), 1);
+        assert_int_equal(source->n_tokens, DPL_COUNT(ids));
+        assert_int_equal(source->n_documents, 1);
         dpl_source_read(source, 0, DPL_COUNT(ids), got);
         assert_memory_equal(got, ids, sizeof ids);
         dpl_source_read(source, 69999, 1, got);
@@ -302,8 +302,7 @@ static void bin_write_errors(void **state) {
         dpl_fault_write(0);
         dpl_source *source;
         check_ok(dpl_source_open(path, DPL_SOURCE_BIN, 0, 256, &source)); // old or new, but whole
-        assert_true(dpl_source_tokens(source) == 1 ||
-                    (status != DPL_OK && dpl_source_tokens(source) == 2));
+        assert_true(source->n_tokens == 1 || (status != DPL_OK && source->n_tokens == 2));
         dpl_source_close(&source);
         assert_int_equal(scratch_count(scratch_path("bw")), 1);
     }
@@ -340,7 +339,7 @@ static void bin_headers(void **state) {
         scratch_log_stop();
         if (!cases[i].part) {
             check_ok(status);
-            assert_int_equal(dpl_source_tokens(source), cases[i].n);
+            assert_int_equal(source->n_tokens, cases[i].n);
             dpl_source_close(&source);
             check_error(dpl_source_open(path, DPL_SOURCE_BIN, 2, 65536, &source), DPL_EFORMAT,
                         "h.bin: byte 0: a header", "width");
@@ -358,7 +357,7 @@ static void bin_without_header(void **state) {
     dpl_source *source = NULL;
     int32_t ids[4];
     check_ok(dpl_source_open(path, DPL_SOURCE_BIN, 2, 65536, &source));
-    assert_int_equal(dpl_source_tokens(source), 4);
+    assert_int_equal(source->n_tokens, 4);
     dpl_source_read(source, 0, 4, ids);
     assert_memory_equal(ids, ((const int32_t[]){1, 2, 65535, 3}), sizeof ids);
     dpl_source_close(&source);
@@ -400,9 +399,9 @@ static void bin_folder(void **state) {
     assert_non_null(strstr(log, "2 files are no .bin"));
     assert_non_null(strstr(log, "b.bin is empty"));
     static const uint64_t starts[] = {0, 3, 5, 6};
-    assert_int_equal(dpl_source_documents(source), 3);
+    assert_int_equal(source->n_documents, 3);
     for (size_t i = 0; i < DPL_COUNT(starts); i++)
-        assert_int_equal(dpl_source_document(source, i), starts[i]);
+        assert_int_equal(source->documents[i], starts[i]);
     int32_t ids[6];
     dpl_source_read(source, 0, 6, ids);
     for (int i = 0; i < 6; i++) assert_int_equal(ids[i], i + 1);
@@ -422,11 +421,11 @@ static void huge_offsets(void **state) {
     }
     dpl_source *source;
     check_ok(dpl_source_open(scratch_path("huge"), DPL_SOURCE_BIN, 2, 65536, &source));
-    assert_int_equal(dpl_source_tokens(source), (uint64_t)3 << 30);
+    assert_int_equal(source->n_tokens, (uint64_t)3 << 30);
     for (size_t i = 0; i < 3; i++) {
         const uint64_t end = (uint64_t)(i + 1) << 30;
         int32_t ids[2] = {-1, -1};
-        assert_int_equal(dpl_source_document(source, i + 1), end);
+        assert_int_equal(source->documents[i + 1], end);
         dpl_source_read(source, end - 1, i < 2 ? 2 : 1, ids);
         assert_int_equal(ids[0], 65533 + (int)i);
         assert_int_equal(ids[1], i < 2 ? 0 : -1);
@@ -438,7 +437,7 @@ static void huge_offsets(void **state) {
     assert_int_equal(pwrite(fd, "z", 1, bytes + 5), 1);
     close(fd);
     source = open_text(scratch_path("huge.txt"));
-    assert_int_equal(dpl_source_tokens(source), ((uint64_t)1 << 31) + 6);
+    assert_int_equal(source->n_tokens, ((uint64_t)1 << 31) + 6);
     check_bytes(source, ((uint64_t)1 << 31) + 3, "\0\0z", 3);
     dpl_source_close(&source);
 }

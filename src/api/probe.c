@@ -86,20 +86,8 @@ static dpl_status collect_flat(probe *p, const char *prefix, const float *flat) 
 
 /* ---- the batch ---- */
 
-static dpl_status read_ids(probe *p, const dpl_st_file *file, const dpl_st_tensor *t, int64_t low,
-                           int32_t *ids) {
-    const int64_t vocab = (int64_t)p->model->config.vocab;
-    DPL_TRY(dpl_st_read_i64(t, 0, dpl_st_elems(t), p->wide));
-    for (size_t i = 0; i < dpl_st_elems(t); i++) {
-        const long long id = p->wide[i];
-        DPL_CHECK(id >= low && id < vocab, "%s: %s[%zu] is %lld, expected 0 to %lld", file->path,
-                  t->name, i, id, (long long)vocab - 1);
-        ids[i] = (int32_t)DPL_MAX(id, -1);
-    }
-    return DPL_OK;
-}
-
 static dpl_status read_batch(probe *p, const dpl_st_file *file) {
+    const int64_t vocab = (int64_t)p->model->config.vocab;
     const dpl_st_tensor *ids = dpl_st_find(file, "input_ids"),
                         *labels = dpl_st_find(file, "labels");
     if (!ids || ids->rank != 2)
@@ -115,11 +103,12 @@ static dpl_status read_batch(probe *p, const dpl_st_file *file) {
     p->targets = dpl_alloc_array(n, sizeof *p->targets);
     if (!p->wide || !p->ids || !p->targets)
         return dpl_fail(DPL_ENOMEM, "no memory for a batch of %zu tokens", n);
-    if (labels) DPL_TRY(read_ids(p, file, labels, INT64_MIN, p->targets));
-    DPL_TRY(read_ids(p, file, ids, 0, p->ids));
+    if (labels) DPL_TRY(dpl_st_read_i32(labels, INT64_MIN, vocab - 1, p->targets));
+    DPL_TRY(dpl_st_read_i32(ids, 0, vocab - 1, p->ids));
     // Labels are not shifted: position s predicts labels[s + 1].
     const int32_t *unshifted = labels ? p->targets : p->ids;
-    for (size_t i = 0; i < n; i++) p->targets[i] = (i + 1) % n_seq ? unshifted[i + 1] : -1;
+    for (size_t i = 0; i < n; i++)
+        p->targets[i] = (i + 1) % n_seq ? DPL_MAX(unshifted[i + 1], -1) : -1;
     p->batch = (dpl_batch){(size_t)ids->shape[0], n_seq, p->ids, p->targets, NULL, NULL};
     return DPL_OK;
 }

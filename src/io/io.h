@@ -71,12 +71,13 @@ dpl_status dpl_parse_i64(const char *text, int64_t *value_out);
 
 /* ---- safetensors (st_read.c, st_write.c) ----------------------------------------------------- */
 
-#define DPL_ST_DTYPE_MAP(X)                                                                      \
-    X(BOOL, 1)                                                                                   \
-    X(U8, 1)                                                                                     \
-    X(I8, 1)                                                                                     \
-    X(F8_E5M2, 1) X(F8_E4M3, 1) X(F8_E8M0, 1) X(I16, 2) X(U16, 2) X(F16, 2) X(BF16, 2) X(I32, 4) \
-        X(U32, 4) X(F32, 4) X(F64, 8) X(I64, 8) X(U64, 8)
+#define DPL_ST_DTYPE_MAP(X)                                                                  \
+    X(BOOL, 1)                                                                               \
+    X(U8, 1)                                                                                 \
+    X(I8, 1)                                                                                 \
+    X(F8_E5M2, 1)                                                                            \
+    X(F8_E4M3, 1) X(F8_E8M0, 1) X(I16, 2) X(U16, 2) X(F16, 2) X(BF16, 2) X(I32, 4) X(U32, 4) \
+        X(F32, 4) X(F64, 8) X(I64, 8) X(U64, 8)
 typedef enum dpl_st_dtype {
 #define DPL_ST_ENUM(id, bytes) DPL_ST_##id,
     DPL_ST_DTYPE_MAP(DPL_ST_ENUM)
@@ -118,9 +119,10 @@ typedef struct dpl_st_file {
 dpl_status dpl_st_open(const char *path, dpl_st_file **file_out);
 void dpl_st_close(dpl_st_file **file);
 const dpl_st_tensor *dpl_st_find(const dpl_st_file *file, const char *name); // NULL: none
-// Elements first .. first+n-1, from F64, F32, F16, BF16; and from any integer dtype. Others: error.
-dpl_status dpl_st_read_f32(const dpl_st_tensor *tensor, size_t first, size_t n, float *dst);
-dpl_status dpl_st_read_i64(const dpl_st_tensor *tensor, size_t first, size_t n, int64_t *dst);
+// All elements, from F64, F32, F16, BF16; and from any integer dtype, where each must be low ..
+// high (what lies below 32 bits becomes INT32_MIN). Other dtypes are errors.
+dpl_status dpl_st_read_f32(const dpl_st_tensor *tensor, float *dst);
+dpl_status dpl_st_read_i32(const dpl_st_tensor *tensor, int64_t low, int64_t high, int32_t *dst);
 
 // All tensors are declared first, then their bytes are appended in that order, in as many pieces as
 // wanted. The file appears at finish, which closes in any case and checks that every byte came.
@@ -147,16 +149,22 @@ dpl_status dpl_shards_write(const char *dir, const dpl_st_tensor *tensors, size_
 // the width given. A folder stands for its files, sorted by name, recursively; hidden ones are
 // skipped, as are other names than *.bin where shards are wanted.
 typedef enum dpl_source_kind { DPL_SOURCE_TEXT, DPL_SOURCE_BIN } dpl_source_kind;
-typedef struct dpl_source dpl_source;
+typedef struct dpl_source {
+    uint64_t n_tokens;
+    size_t n_documents;
+    uint64_t *documents; // the first token of each; one more: n_tokens
+    dpl_source_kind kind;
+    int bin_width;
+    size_t vocab;
+    struct dpl_piece *pieces;
+    size_t n_pieces, n_empty, n_other; // n_other: files of a folder that are no shards
+} dpl_source;
 // bin_width: 0 (the header decides), 2 or 4 (headerless). A token >= vocab is an error at open.
 // Empty files are skipped with a notice; a source without any token is an error.
 dpl_status dpl_source_open(const char *path, dpl_source_kind kind, int bin_width, size_t vocab,
                            dpl_source **source_out);
 void dpl_source_close(dpl_source **source);
-uint64_t dpl_source_tokens(const dpl_source *source);
-size_t dpl_source_documents(const dpl_source *source);
-// First token of document i (i = n_documents: the number of tokens); the document of a token.
-uint64_t dpl_source_document(const dpl_source *source, size_t i);
+// The document of a token.
 size_t dpl_source_document_of(const dpl_source *source, uint64_t token);
 void dpl_source_read(const dpl_source *source, uint64_t first, size_t n, int32_t *ids);
 // Writes a .bin shard with llm.c's header (uint16 if vocab <= 65536), atomically; n < 2^31.

@@ -305,49 +305,44 @@ static float f16_to_f32(uint16_t half) {
     return half & 0x8000 ? -f : f;
 }
 
-static dpl_status check_range(const dpl_st_tensor *tensor, size_t first, size_t n) {
-    const size_t n_elems = dpl_st_elems(tensor);
-    if (first <= n_elems && n <= n_elems - first) return DPL_OK;
-    return dpl_fail(DPL_EINVAL, "tensor %s has %zu elements, not %zu from %zu on", tensor->name,
-                    n_elems, n, first);
-}
-
-#define CONVERT(id, type, expression)                                        \
-    case DPL_ST_##id:                                                        \
-        for (size_t i = 0; i < n; i++) {                                     \
-            type v;                                                          \
-            memcpy(&v, tensor->data + (first + i) * sizeof(type), sizeof v); \
-            dst[i] = (expression);                                           \
-        }                                                                    \
+#define CONVERT(id, type, expression)                              \
+    case DPL_ST_##id:                                              \
+        for (size_t i = 0; i < n; i++) {                           \
+            type v;                                                \
+            memcpy(&v, tensor->data + i * sizeof(type), sizeof v); \
+            dst[i] = (expression);                                 \
+        }                                                          \
         return DPL_OK;
 
-dpl_status dpl_st_read_f32(const dpl_st_tensor *tensor, size_t first, size_t n, float *dst) {
-    DPL_TRY(check_range(tensor, first, n));
+dpl_status dpl_st_read_f32(const dpl_st_tensor *tensor, float *dst) {
+    const size_t n = dpl_st_elems(tensor);
     switch (tensor->dtype) {
         CONVERT(F64, double, (float)v)
         CONVERT(F32, float, v)
         CONVERT(F16, uint16_t, f16_to_f32(v))
         CONVERT(BF16, uint16_t, dpl_bf16_to_f32(v))
     default:
-        return dpl_fail(DPL_EFORMAT, "tensor %s is %s, expected F32, BF16, F16 or F64",
-                        tensor->name, dpl_st_dtype_name(tensor->dtype));
+        return dpl_fail(DPL_EFORMAT, "%s: tensor %s is %s, expected F32, BF16, F16 or F64",
+                        tensor->file, tensor->name, dpl_st_dtype_name(tensor->dtype));
     }
 }
 
-dpl_status dpl_st_read_i64(const dpl_st_tensor *tensor, size_t first, size_t n, int64_t *dst) {
+dpl_status dpl_st_read_i32(const dpl_st_tensor *tensor, int64_t low, int64_t high, int32_t *dst) {
     const char *name = dpl_st_dtype_name(tensor->dtype);
     const size_t width = dpl_st_dtype_bytes(tensor->dtype), n_bits_unused = 64 - 8 * width;
     const bool is_signed = *name == 'I';
-    DPL_TRY(check_range(tensor, first, n));
     if (!is_signed && *name != 'U' && tensor->dtype != DPL_ST_BOOL)
-        return dpl_fail(DPL_EFORMAT, "tensor %s is %s, expected integers", tensor->name, name);
-    for (size_t i = 0; i < n; i++) {
-        uint64_t v = 0;
-        memcpy(&v, tensor->data + (first + i) * width, width);
-        dst[i] = is_signed ? (int64_t)(v << n_bits_unused) >> n_bits_unused : (int64_t)v;
-        if (!is_signed && dst[i] < 0)
-            return dpl_fail(DPL_EFORMAT, "tensor %s: element %zu does not fit in 63 bits",
-                            tensor->name, first + i);
+        return dpl_fail(DPL_EFORMAT, "%s: tensor %s is %s, expected integers", tensor->file,
+                        tensor->name, name);
+    for (size_t i = 0; i < dpl_st_elems(tensor); i++) {
+        uint64_t bits = 0;
+        memcpy(&bits, tensor->data + i * width, width);
+        const int64_t v = is_signed ? (int64_t)(bits << n_bits_unused) >> n_bits_unused
+                                    : (int64_t)DPL_MIN(bits, (uint64_t)INT64_MAX);
+        if (v < low || v > high)
+            return dpl_fail(DPL_EFORMAT, "%s: %s[%zu] is %lld, expected %lld to %lld", tensor->file,
+                            tensor->name, i, (long long)v, (long long)low, (long long)high);
+        dst[i] = (int32_t)DPL_MAX(v, INT32_MIN);
     }
     return DPL_OK;
 }

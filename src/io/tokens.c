@@ -21,7 +21,7 @@
 #define VERSION_U16  1
 #define VERSION_U32  7 // llm.c's own number for this magic; version 1 is read as well
 
-typedef struct piece {
+typedef struct dpl_piece {
     uint64_t first; // its first token; stands first, as find_start() wants it
     const uint8_t *data;
     int width;      // bytes of a token
@@ -29,17 +29,6 @@ typedef struct piece {
     uint8_t *block; // or in here: BLOCK_BYTES or one large file
     size_t block_left;
 } piece;
-
-struct dpl_source {
-    dpl_source_kind kind;
-    int bin_width;
-    size_t vocab;
-    piece *pieces;
-    uint64_t *documents; // the first token of each
-    size_t n_pieces, n_documents;
-    uint64_t n_tokens;
-    size_t n_empty, n_other; // n_other: files of a folder that are no shards
-};
 
 // Makes room for one more element; the room doubles whenever it is full, at powers of two.
 static dpl_status grow(void *array, size_t n, size_t size) {
@@ -137,7 +126,7 @@ static dpl_status add_data(dpl_source *source, const char *path, dpl_map *map) {
     if (bad < n)
         return dpl_fail(DPL_EFORMAT, "%s: byte %zu: token %u, but the vocabulary has %zu", path,
                         offset + bad * (size_t)width, load_token(data, width, bad), source->vocab);
-    DPL_TRY(grow(&source->documents, source->n_documents, sizeof *source->documents));
+    DPL_TRY(grow(&source->documents, source->n_documents + 1, sizeof *source->documents));
     if (bytes < SMALL_BYTES || source->n_pieces >= MAPPINGS_MAX) {
         DPL_TRY(add_copy(source, data, bytes, width));
     } else {
@@ -146,8 +135,8 @@ static dpl_status add_data(dpl_source *source, const char *path, dpl_map *map) {
         p->map = *map;
         *map = (dpl_map){NULL, 0};
     }
-    source->documents[source->n_documents++] = source->n_tokens;
     source->n_tokens += n;
+    source->documents[++source->n_documents] = source->n_tokens;
     return DPL_OK;
 }
 
@@ -219,7 +208,8 @@ dpl_status dpl_source_open(const char *path, dpl_source_kind kind, int bin_width
     dpl_source *source = dpl_alloc(sizeof *source);
     if (!source) return dpl_fail(DPL_ENOMEM, "no memory to open %s", path);
     *source = (dpl_source){.kind = kind, .bin_width = bin_width, .vocab = vocab};
-    dpl_status status = add_path(source, walk, NULL);
+    dpl_status status = grow(&source->documents, 0, sizeof *source->documents);
+    if (status == DPL_OK) status = add_path(source, walk, NULL);
     if (status == DPL_OK && source->n_tokens == 0)
         status = dpl_fail(DPL_EFORMAT, "%s: byte 0: there is no token in it", path);
     if (source->n_empty > 1) dpl_log("note: %s: %zu files are empty", path, source->n_empty);
@@ -239,19 +229,6 @@ void dpl_source_close(dpl_source **source) {
     dpl_free((*source)->documents);
     dpl_free(*source);
     *source = NULL;
-}
-
-uint64_t dpl_source_tokens(const dpl_source *source) {
-    return source->n_tokens;
-}
-
-size_t dpl_source_documents(const dpl_source *source) {
-    return source->n_documents;
-}
-
-uint64_t dpl_source_document(const dpl_source *source, size_t i) {
-    assert(i <= source->n_documents);
-    return i < source->n_documents ? source->documents[i] : source->n_tokens;
 }
 
 // The last of n elements that start at or before `token`; an element begins with its start.

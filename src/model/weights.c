@@ -52,8 +52,7 @@ static dpl_status read_tensor(const dpl_disk_tensor *want, const dpl_st_tensor *
                               float *values, float *other) {
     DPL_TRY(check_shape(want, got));
     const size_t n = dpl_disk_elems(want);
-    const dpl_status status = dpl_st_read_f32(got, 0, n, want->bias ? want->bias : values);
-    if (status != DPL_OK) return dpl_fail_in(status, "%s", got->file);
+    DPL_TRY(dpl_st_read_f32(got, want->bias ? want->bias : values));
     if (want->copy_of_shared) dpl_disk_gather(want, flat, other);
     else if (!want->bias) dpl_disk_scatter(want, flat, values);
     if (!want->copy_of_shared || memcmp(values, other, n * sizeof(float)) == 0) return DPL_OK;

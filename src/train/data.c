@@ -76,8 +76,8 @@ static dpl_status open_set(const dpl_options *o, const dpl_source *source, uint6
     if (!set->spans) return dpl_fail(DPL_ENOMEM, "no memory for %zu documents", to - from);
     for (size_t i = from; i < to; i++) {
         span s = {first, end, set->n_samples};
-        if (!o->packing) s.first = DPL_MAX(first, dpl_source_document(source, i));
-        if (!o->packing) s.end = DPL_MIN(end, dpl_source_document(source, i + 1));
+        if (!o->packing) s.first = DPL_MAX(first, source->documents[i]);
+        if (!o->packing) s.end = DPL_MIN(end, source->documents[i + 1]);
         if (s.end < s.first + 2) continue; // a single token predicts nothing
         set->spans[set->n_spans++] = s;
         set->n_samples += (s.end - s.first - 2) / (uint64_t)o->max_target_length + 1;
@@ -108,13 +108,13 @@ static void fill_row(const dpl_data *data, const token_set *set, uint64_t sample
         n = (size_t)DPL_MIN((uint64_t)S, s->end - first - 1);
         dpl_source_read(set->source, first, n + 1, data->window);
         document = dpl_source_document_of(set->source, first);
-        border = dpl_source_document(set->source, document + 1);
+        border = set->source->documents[document + 1];
     }
     int32_t segment = 1, position = 0;
     for (size_t i = 0; i < S; i++) {
         const bool real = i < n;
         while (real && !across && first + i >= border) {
-            border = dpl_source_document(set->source, ++document + 1);
+            border = set->source->documents[++document + 1];
             segment += position > 0;
             position = 0;
         }
@@ -176,8 +176,8 @@ static dpl_status find_plane(const dpl_st_file *file, const char *name, size_t n
                (n_batch == 0 || (size_t)t->shape[0] == n_batch)))
         return DPL_OK;
     return dpl_fail(DPL_EINVAL, "%s: %s has %d dimensions, the last of %lld, expected (%zu, %zu)",
-                    file->path, name, t->rank,
-                    (long long)t->shape[t->rank > 0 ? t->rank - 1 : 0], n_batch, n_seq);
+                    file->path, name, t->rank, (long long)t->shape[t->rank > 0 ? t->rank - 1 : 0],
+                    n_batch, n_seq);
 }
 
 // Reads integers low .. high; a tensor that is missing leaves `values` alone, where it may.
@@ -185,16 +185,7 @@ static dpl_status read_plane(const dpl_st_file *file, const char *name, int32_t 
                              const dpl_tokens *shape, int32_t *values) {
     const dpl_st_tensor *t;
     DPL_TRY(find_plane(file, name, shape->n_batch, shape->n_seq, &t));
-    for (size_t i = 0; t && i < shape->n_batch * shape->n_seq; i++) {
-        int64_t value;
-        const dpl_status status = dpl_st_read_i64(t, i, 1, &value);
-        if (status != DPL_OK) return dpl_fail_in(status, "%s", file->path);
-        if (value < low || value > high)
-            return dpl_fail(DPL_EFORMAT, "%s: %s has %lld at element %zu, expected %d to %d",
-                            file->path, name, (long long)value, i, low, high);
-        values[i] = (int32_t)value;
-    }
-    return DPL_OK;
+    return t ? dpl_st_read_i32(t, low, high, values) : DPL_OK;
 }
 
 // MaxText's batch: a target counts where targets_segmentation is not 0; padding predicts nothing.
@@ -240,11 +231,11 @@ static dpl_status open_streams(dpl_data *data, size_t vocab) {
     const dpl_source_kind kind = dpl_is(o->dataset_type, "text") ? DPL_SOURCE_TEXT : DPL_SOURCE_BIN;
     const int width = (int)o->dataset_token_bytes;
     DPL_TRY(dpl_source_open(o->dataset_path, kind, width, vocab, &data->source));
-    const uint64_t n = dpl_source_tokens(data->source);
+    const uint64_t n = data->source->n_tokens;
     uint64_t n_train = n - (uint64_t)((double)n * o->eval_split_fraction);
     if (o->eval_dataset_path[0]) {
         DPL_TRY(dpl_source_open(o->eval_dataset_path, kind, width, vocab, &data->eval_source));
-        const uint64_t n_eval = dpl_source_tokens(data->eval_source);
+        const uint64_t n_eval = data->eval_source->n_tokens;
         DPL_TRY(open_set(o, data->eval_source, 0, n_eval, &data->eval));
         n_train = n;
     } else if (n_train < n) {
@@ -263,14 +254,11 @@ dpl_status dpl_data_open(const dpl_options *o, size_t n_batch, size_t vocab, dpl
     data->o = o;
     data->window = dpl_alloc_array(n_seq + 1, sizeof *data->window);
     dpl_status status;
-    if (!data->window)
-        status = dpl_fail(DPL_ENOMEM, "no memory for a window of %zu tokens", n_seq);
+    if (!data->window) status = dpl_fail(DPL_ENOMEM, "no memory for a window of %zu tokens", n_seq);
     else if (dpl_is(o->dataset_type, "synthetic"))
         status = fill_synthetic(o, n_batch, vocab, &data->train);
-    else if (!dpl_is(o->dataset_type, "safetensors"))
-        status = open_streams(data, vocab);
-    else
-        status = read_batch(o->dataset_path, n_batch, n_seq, vocab, &data->train);
+    else if (!dpl_is(o->dataset_type, "safetensors")) status = open_streams(data, vocab);
+    else status = read_batch(o->dataset_path, n_batch, n_seq, vocab, &data->train);
     if (status == DPL_OK && dpl_is(o->dataset_type, "safetensors") && o->eval_dataset_path[0])
         status = read_batch(o->eval_dataset_path, 0, n_seq, vocab, &data->eval);
     if (status != DPL_OK) dpl_data_close(&data);
