@@ -20,16 +20,11 @@ static bool routed(const int32_t *ids, size_t row, size_t top_k) {
 
 /* ---- choice and weights ---------------------------------------------------------------------- */
 
-// On the bits and without an early exit, so that it becomes vector code.
+// Without an early exit, so that it becomes vector code.
 static bool all_finite(const float *x, size_t n) {
-    const uint32_t exponent = 0x7f800000u;
-    uint32_t bad = 0;
-    for (size_t i = 0; i < n; i++) {
-        uint32_t bits;
-        memcpy(&bits, x + i, sizeof bits);
-        bad |= (bits & exponent) == exponent;
-    }
-    return bad == 0;
+    int good = 1;
+    for (size_t i = 0; i < n; i++) good &= fabsf(x[i]) < INFINITY;
+    return good;
 }
 
 // Writes the softmax of x to y, returns the logsumexp.
@@ -142,18 +137,9 @@ void dpl_route_forward(dpl_ctx *ctx, const dpl_route_rule *rule, const float *lo
                        int32_t *ids, float *weights, int32_t *bad_row) {
     const size_t mark = dpl_ctx_mark(ctx);
     int32_t *part_bad = dpl_ctx_alloc(ctx, dpl_div_up(n_rows, ROUTE_ROWS) * sizeof(int32_t));
-    const route_args a = {{route_rows, n_rows, ROUTE_ROWS},
-                          *rule,
-                          logits,
-                          bias,
-                          segment,
-                          score,
-                          weights,
-                          ids,
-                          part_bad,
-                          bad_row,
-                          NULL,
-                          NULL};
+    const dpl_loop loop = {route_rows, n_rows, ROUTE_ROWS};
+    const route_args a = {loop,    *rule, logits,   bias,    segment, score,
+                          weights, ids,   part_bad, bad_row, NULL,    NULL};
     DPL_SUBMIT(ctx, run_route_forward, a, {score, n_rows * rule->n_experts * sizeof *score},
                {ids, n_rows * rule->top_k * sizeof *ids},
                {weights, n_rows * rule->top_k * sizeof *weights}, {bad_row, sizeof *bad_row});

@@ -20,12 +20,21 @@ typedef struct row_args {
     size_t d;
     dpl_mat a, b, out;   // a: x or gate_up; b: its second term or the gradient of what came of it
     const float *weight; // norm: gain (d); SwiGLU: of each row
-    const float *rstd;
-    float *row_out;         // norm: rstd; SwiGLU: gradient of weight
-    float *dgain, *partial; // partial: (parts, d) sums of dgain
+    float *rstd;         // norm
+    float *drow_weight;  // SwiGLU, may be NULL
+    float *dgain, *partial; // norm backward; partial: (parts, d) sums of dgain
     float eps;
     bool accumulate;
 } row_args;
+
+// The operator that runs a->loop.fn on rows; `d_out` columns of a->out are its output.
+static void submit_rows(dpl_ctx *ctx, const row_args *a, dpl_op_fn run, size_t d_out) {
+    const size_t n_rows = a->loop.n_rows;
+    const bool in_place = a->accumulate || a->out.p == a->a.p || a->out.p == a->b.p;
+    DPL_SUBMIT(ctx, run, *a, span_unless(in_place, a->out, n_rows, d_out),
+               {a->rstd, a->dgain ? 0 : n_rows * sizeof *a->rstd},
+               {a->drow_weight, n_rows * sizeof *a->drow_weight});
+}
 
 /* ---- RMSNorm --------------------------------------------------------------------------------- */
 
@@ -40,7 +49,7 @@ static void norm_forward(const void *args, const dpl_part *part) {
             squares += (double)k->dot(x, x, n);
         }
         const float rstd = (float)(1.0 / sqrt(squares / (double)a->d + (double)a->eps));
-        a->row_out[row] = rstd;
+        a->rstd[row] = rstd;
         DPL_EACH_BLOCK(col, n, a->d) {
             const dpl_mat to = dpl_mat_at(a->out, row, col);
             const float *x = dpl_row_load(k, dpl_mat_at(a->a, row, col), 0, n, buf);
@@ -53,15 +62,9 @@ static void norm_forward(const void *args, const dpl_part *part) {
 
 void dpl_rmsnorm_forward(dpl_ctx *ctx, dpl_mat x, const float *gain, size_t n_rows, size_t d,
                          float eps, dpl_mat y, float *rstd) {
-    const row_args args = {{norm_forward, n_rows, dpl_row_grain(d * 4)},
-                           d,
-                           x,
-                           .out = y,
-                           .weight = gain,
-                           .row_out = rstd,
-                           .eps = eps};
-    DPL_SUBMIT(ctx, dpl_run_loop, args, span_unless(y.p == x.p, y, n_rows, d),
-               {rstd, n_rows * sizeof *rstd});
+    row_args a = {.d = d, .a = x, .out = y, .weight = gain, .rstd = rstd, .eps = eps};
+    a.loop = (dpl_loop){norm_forward, n_rows, dpl_row_grain(d * 4)};
+    submit_rows(ctx, &a, dpl_run_loop, d);
 }
 
 static void norm_backward_row(const row_args *a, const dpl_row_kernels *k, size_t row,
@@ -112,20 +115,13 @@ void dpl_rmsnorm_backward(dpl_ctx *ctx, dpl_mat dy, dpl_mat x, const float *gain
                           size_t n_rows, size_t d, dpl_mat dx, bool accumulate, float *dgain) {
     const size_t mark = dpl_ctx_mark(ctx);
     // At most 64 chunks, so that the partial sums of dgain stay small beside the rows.
-    const size_t grain = DPL_MAX(4, dpl_div_up(n_rows, 64)), n_chunks = dpl_div_up(n_rows, grain);
-    const row_args args = {{norm_backward, n_rows, grain},
-                           d,
-                           x,
-                           dy,
-                           dx,
-                           gain,
-                           rstd,
-                           NULL,
-                           dgain,
-                           .accumulate = accumulate,
-                           .partial = dpl_ctx_alloc(ctx, n_chunks * d * sizeof(float))};
-    DPL_SUBMIT(ctx, run_norm_backward, args,
-               span_unless(accumulate || dx.p == dy.p || dx.p == x.p, dx, n_rows, d));
+    const size_t grain = DPL_MAX(4, dpl_div_up(n_rows, 64));
+    row_args a = {.d = d, .a = x, .b = dy, .out = dx, .weight = gain, .dgain = dgain};
+    a.loop = (dpl_loop){norm_backward, n_rows, grain};
+    a.rstd = (float *)(uintptr_t)rstd;
+    a.accumulate = accumulate;
+    a.partial = dpl_ctx_alloc(ctx, dpl_div_up(n_rows, grain) * d * sizeof(float));
+    submit_rows(ctx, &a, run_norm_backward, d);
     dpl_ctx_release(ctx, mark); // A deferred context keeps the block until the operator has run.
 }
 
@@ -179,9 +175,9 @@ static void swiglu_forward(const void *args, const dpl_part *part) {
 
 void dpl_swiglu_forward(dpl_ctx *ctx, dpl_mat gate_up, const float *row_weight, size_t n_rows,
                         size_t f, dpl_mat h) {
-    const row_args args = {
-        {swiglu_forward, n_rows, dpl_row_grain(f * 8)}, f, gate_up, .out = h, .weight = row_weight};
-    DPL_SUBMIT(ctx, dpl_run_loop, args, dpl_row_span(h, n_rows, f));
+    row_args a = {.d = f, .a = gate_up, .out = h, .weight = row_weight};
+    a.loop = (dpl_loop){swiglu_forward, n_rows, dpl_row_grain(f * 8)};
+    submit_rows(ctx, &a, dpl_run_loop, f);
 }
 
 static void swiglu_backward(const void *args, const dpl_part *part) {
@@ -201,22 +197,16 @@ static void swiglu_backward(const void *args, const dpl_part *part) {
             dw += (double)k->swiglu_backward(dh, gate_up, w, dgate_up, n);
             dpl_row_store(k, to, 0, dgate_up, width);
         }
-        if (a->row_out) a->row_out[row] = (float)dw;
+        if (a->drow_weight) a->drow_weight[row] = (float)dw;
     }
 }
 
 void dpl_swiglu_backward(dpl_ctx *ctx, dpl_mat dh, dpl_mat gate_up, const float *row_weight,
                          size_t n_rows, size_t f, dpl_mat dgate_up, float *drow_weight) {
-    const row_args args = {{swiglu_backward, n_rows, dpl_row_grain(f * 8)},
-                           f,
-                           gate_up,
-                           dh,
-                           dgate_up,
-                           row_weight,
-                           .row_out = drow_weight};
-    DPL_SUBMIT(ctx, dpl_run_loop, args,
-               span_unless(dgate_up.p == gate_up.p, dgate_up, n_rows, dpl_gate_up_width(f)),
-               {drow_weight, drow_weight ? n_rows * sizeof *drow_weight : 0});
+    row_args a = {.d = f, .a = gate_up, .b = dh, .out = dgate_up, .weight = row_weight};
+    a.loop = (dpl_loop){swiglu_backward, n_rows, dpl_row_grain(f * 8)};
+    a.drow_weight = drow_weight;
+    submit_rows(ctx, &a, dpl_run_loop, dpl_gate_up_width(f));
 }
 
 /* ---- add, zero ------------------------------------------------------------------------------- */
@@ -235,8 +225,9 @@ static void add_rows(const void *args, const dpl_part *part) {
 }
 
 void dpl_add(dpl_ctx *ctx, dpl_mat a, dpl_mat b, size_t n_rows, size_t d, dpl_mat out) {
-    const row_args args = {{add_rows, n_rows, dpl_row_grain(d * 8)}, d, a, b, .out = out};
-    DPL_SUBMIT(ctx, dpl_run_loop, args, span_unless(out.p == a.p || out.p == b.p, out, n_rows, d));
+    row_args args = {.d = d, .a = a, .b = b, .out = out};
+    args.loop = (dpl_loop){add_rows, n_rows, dpl_row_grain(d * 8)};
+    submit_rows(ctx, &args, dpl_run_loop, d);
 }
 
 typedef struct zero_args {
@@ -329,29 +320,19 @@ void dpl_copy(dpl_ctx *ctx, dpl_mat src, size_t n_rows, size_t d, dpl_mat dst) {
 
 void dpl_gather_rows(dpl_ctx *ctx, dpl_mat x, const float *weights, const int32_t *row_slot,
                      size_t top_k, size_t n_rows, size_t d, dpl_mat rows, float *row_weight) {
-    gather(ctx,
-           (gather_args){.d = d,
-                         .from = x,
-                         .to = rows,
-                         .map = row_slot,
-                         .top_k = top_k,
-                         .n_from = SIZE_MAX,
-                         .weights = weights,
-                         .row_weight = row_weight},
-           n_rows);
+    gather_args a = {.d = d, .from = x, .to = rows, .map = row_slot, .top_k = top_k};
+    a.n_from = SIZE_MAX;
+    a.weights = weights;
+    a.row_weight = row_weight;
+    gather(ctx, a, n_rows);
 }
 
 void dpl_embed_forward(dpl_ctx *ctx, const float *table, bool in_panels, const int32_t *ids,
                        size_t n_rows, size_t v, size_t d, dpl_mat y) {
-    gather(ctx,
-           (gather_args){.d = d,
-                         .from = dpl_mat_f32(table, d),
-                         .to = y,
-                         .map = ids,
-                         .in_panels = in_panels,
-                         .top_k = 1,
-                         .n_from = v},
-           n_rows);
+    gather_args a = {.d = d, .from = dpl_mat_f32(table, d), .to = y, .map = ids, .top_k = 1};
+    a.n_from = v;
+    a.in_panels = in_panels;
+    gather(ctx, a, n_rows);
 }
 
 typedef struct embed_grad_args {
@@ -440,15 +421,8 @@ void dpl_combine_rows(dpl_ctx *ctx, dpl_mat rows, const float *row_value, const 
                       size_t n_tokens, size_t top_k, size_t d, bool accumulate, dpl_mat y,
                       float *slot_value) {
     const size_t grain = dpl_row_grain(d * top_k * dpl_dtype_bytes(rows.dtype));
-    const combine_args a = {{combine_rows, n_tokens, grain},
-                            d,
-                            top_k,
-                            rows,
-                            y,
-                            row_value,
-                            slot_row,
-                            accumulate,
-                            slot_value};
+    const dpl_loop loop = {combine_rows, n_tokens, grain};
+    const combine_args a = {loop, d, top_k, rows, y, row_value, slot_row, accumulate, slot_value};
     DPL_SUBMIT(ctx, dpl_run_loop, a, span_unless(accumulate, y, n_tokens, d),
                {slot_value, row_value ? n_tokens * top_k * sizeof *slot_value : 0});
 }
