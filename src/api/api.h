@@ -10,9 +10,6 @@
 #include "model/model.h"
 #include "train/train.h"
 
-// DPL_EINVAL with this text where the condition does not hold.
-#define DPL_CHECK(condition, ...) DPL_TRY((condition) ? DPL_OK : dpl_fail(DPL_EINVAL, __VA_ARGS__))
-
 /* ---- operators.c: DPL_EINVAL names the field ---- */
 dpl_status dpl_check_size(const char *name, size_t value, size_t min, size_t max);
 dpl_status dpl_check_dtype(const char *name, dpl_dtype dtype);

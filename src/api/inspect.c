@@ -135,11 +135,11 @@ static dpl_status add_files(const subject *s, json_t *object) {
 // The object is the caller's, on failure too.
 static dpl_status describe(const char *path, const subject *s, unsigned flags,
                            json_t **object_out) {
-    const bool bf16 = dpl_is(s->config->o.dtype, "bfloat16");
+    const dpl_dtype dtype = dpl_options_dtype(&s->config->o);
     const size_t n_seq = (size_t)s->config->o.max_target_length;
     dpl_model_info info;
     DPL_TRY(dpl_model_config_check(&s->sizes));
-    dpl_api_describe(&s->sizes, bf16 ? DPL_BF16 : DPL_F32, &info);
+    dpl_api_describe(&s->sizes, dtype, &info);
     json_t *object = *object_out = json_pack(
         "{s:s, s:o*, s:s, s:s, s:o, s:o, s:I, s:f}", "kind", s->kind, "path",
         json_string(s->dir[0] ? s->dir : path), "family", info.family, "compute_dtype", info.dtype,
@@ -147,7 +147,7 @@ static dpl_status describe(const char *path, const subject *s, unsigned flags,
         (json_int_t)n_seq, "training_flops_per_token",
         dpl_model_flops(&s->sizes, 1, n_seq) / (double)n_seq);
     if (flags & DPL_INSPECT_MEMORY)
-        json_object_set_new(object, "memory", memory(&s->sizes, &info, bf16));
+        json_object_set_new(object, "memory", memory(&s->sizes, &info, dtype == DPL_BF16));
     return s->dir[0] ? add_files(s, object) : DPL_OK;
 }
 

@@ -15,14 +15,6 @@ const char *dpl_api_dtype_name(dpl_dtype dtype) {
     return dtype == DPL_F32 ? "float32" : "bfloat16";
 }
 
-static dpl_status parse_dtype(const char *name, dpl_dtype *dtype_out) {
-    for (int i = DPL_F32; name && i <= DPL_BF16; i++) {
-        *dtype_out = (dpl_dtype)i;
-        if (!strcmp(name, dpl_api_dtype_name(*dtype_out))) return DPL_OK;
-    }
-    return dpl_fail(DPL_EINVAL, "dtype is \"%s\", expected float32 or bfloat16", name ? name : "");
-}
-
 /* ---- open and close ---- */
 
 dpl_status dpl_model_open(dpl_ctx *ctx, const char *path, const dpl_config *config,
@@ -40,17 +32,17 @@ dpl_status dpl_model_open(dpl_ctx *ctx, const char *path, const dpl_config *conf
     } else {
         DPL_TRY(dpl_config_model(config, &sizes));
     }
-    if (config) DPL_TRY(parse_dtype(config->o.dtype, &dtype));
+    if (config) dtype = dpl_options_dtype(&config->o);
     DPL_TRY(dpl_comm_open("self", NULL, &comm));
     dpl_status status = dpl_model_create(ctx, comm, &sizes, dtype, &model);
     if (status == DPL_OK && path) status = dpl_model_load(model, dir);
     if (status == DPL_OK && !path) dpl_options_init(&config->o, model);
     if (status == DPL_OK) {
         *model_out = model;
-        return DPL_OK;
+    } else {
+        dpl_model_destroy(&model);
+        dpl_comm_close(&comm);
     }
-    dpl_model_destroy(&model);
-    dpl_comm_close(&comm);
     return status;
 }
 
@@ -127,10 +119,11 @@ dpl_status dpl_model_loss(dpl_model *model, const int32_t *ids, const int32_t *t
 
 dpl_status dpl_model_write(dpl_model *model, const char *path, const char *dtype_name,
                            size_t shard_bytes) {
-    dpl_dtype dtype;
     char staged[PATH_MAX], config[PATH_MAX];
-    DPL_CHECK(model && path, "a model and a path are needed");
-    DPL_TRY(parse_dtype(dtype_name, &dtype));
+    DPL_CHECK(model && path && dtype_name, "a model, a path and a dtype are needed");
+    const dpl_dtype dtype = dpl_is(dtype_name, "float32") ? DPL_F32 : DPL_BF16;
+    DPL_CHECK(dpl_is(dtype_name, dpl_api_dtype_name(dtype)),
+              "dtype is \"%s\", expected float32 or bfloat16", dtype_name);
     DPL_TRY(dpl_path_join(path, "config.json", config));
     DPL_CHECK(!dpl_path_exists(path) || dpl_path_exists(config),
               "%s is no model directory: it will not be replaced", path);

@@ -12,7 +12,7 @@ typedef struct probe {
     dpl_config *config;
     dpl_batch batch;
     int64_t *wide; // (B, S), ids and targets as in files
-    int32_t *ids, *targets;
+    dpl_tokens tokens;
     dpl_loss_rule rule;
     dpl_loss_sums sums;
     dpl_optimizer *optimizer;
@@ -99,17 +99,15 @@ static dpl_status read_batch(probe *p, const dpl_st_file *file) {
     const size_t n = dpl_st_elems(ids), n_seq = (size_t)ids->shape[1];
     DPL_TRY(dpl_api_check_batch(&p->model->config, (size_t)ids->shape[0], n_seq));
     p->wide = dpl_alloc_array(n, sizeof *p->wide);
-    p->ids = dpl_alloc_array(n, sizeof *p->ids);
-    p->targets = dpl_alloc_array(n, sizeof *p->targets);
-    if (!p->wide || !p->ids || !p->targets)
-        return dpl_fail(DPL_ENOMEM, "no memory for a batch of %zu tokens", n);
-    if (labels) DPL_TRY(dpl_st_read_i32(labels, INT64_MIN, vocab - 1, p->targets));
-    DPL_TRY(dpl_st_read_i32(ids, 0, vocab - 1, p->ids));
+    if (!p->wide) return dpl_fail(DPL_ENOMEM, "no memory for a batch of %zu tokens", n);
+    DPL_TRY(dpl_tokens_alloc((size_t)ids->shape[0], n_seq, &p->tokens));
+    int32_t *targets = p->tokens.targets;
+    if (labels) DPL_TRY(dpl_st_read_i32(labels, INT64_MIN, vocab - 1, targets));
+    DPL_TRY(dpl_st_read_i32(ids, 0, vocab - 1, p->tokens.ids));
     // Labels are not shifted: position s predicts labels[s + 1].
-    const int32_t *unshifted = labels ? p->targets : p->ids;
-    for (size_t i = 0; i < n; i++)
-        p->targets[i] = (i + 1) % n_seq ? DPL_MAX(unshifted[i + 1], -1) : -1;
-    p->batch = (dpl_batch){(size_t)ids->shape[0], n_seq, p->ids, p->targets, NULL, NULL};
+    const int32_t *unshifted = labels ? targets : p->tokens.ids;
+    for (size_t i = 0; i < n; i++) targets[i] = (i + 1) % n_seq ? DPL_MAX(unshifted[i + 1], -1) : -1;
+    p->batch = (dpl_batch){(size_t)ids->shape[0], n_seq, p->tokens.ids, targets, NULL, NULL};
     return DPL_OK;
 }
 
@@ -118,7 +116,7 @@ static void collect_targets(probe *p, const char *name, size_t depth) {
     const size_t n_seq = p->batch.n_seq, width = n_seq - depth;
     const int64_t shape[2] = {(int64_t)p->batch.n_batch, (int64_t)width};
     for (size_t i = 0; i < p->batch.n_batch * width; i++) {
-        const int32_t target = p->targets[i / width * n_seq + i % width + depth];
+        const int32_t target = p->batch.targets[i / width * n_seq + i % width + depth];
         p->wide[i] = target < 0 ? -100 : target;
     }
     collect(p, name, DPL_ST_I64, 2, shape, p->wide);
@@ -127,7 +125,8 @@ static void collect_targets(probe *p, const char *name, size_t depth) {
 static void collect_mask(probe *p) {
     const int64_t shape[2] = {(int64_t)p->batch.n_batch, (int64_t)p->batch.n_seq};
     uint8_t *mask = (uint8_t *)p->wide;
-    for (size_t i = 0; i < p->batch.n_batch * p->batch.n_seq; i++) mask[i] = p->targets[i] >= 0;
+    for (size_t i = 0; i < p->batch.n_batch * p->batch.n_seq; i++)
+        mask[i] = p->batch.targets[i] >= 0;
     collect(p, "loss_mask", DPL_ST_U8, 2, shape, mask);
 }
 
@@ -151,8 +150,7 @@ static void collect_losses(probe *p) {
 static dpl_status run_pass(probe *p) {
     dpl_model *m = p->model;
     const size_t n_counts = (m->config.n_layers + m->config.n_mtp) * m->config.n_experts;
-    double n_targets = 0;
-    for (size_t i = 0; i < p->batch.n_batch * p->batch.n_seq; i++) n_targets += p->targets[i] >= 0;
+    const double n_targets = dpl_tokens_targets(&p->tokens);
     memset(m->counts, 0, n_counts * sizeof *m->counts);
     dpl_model_zero_grads(m);
     return dpl_model_train_micro(
@@ -233,8 +231,7 @@ dpl_status dpl_model_probe(dpl_ctx *ctx, const char *path, const char *input_pat
     for (size_t i = 0; i < p.n; i++) dpl_free((void *)(uintptr_t)p.list[i].data);
     dpl_free(p.list);
     dpl_optimizer_close(&p.optimizer);
-    dpl_free(p.targets);
-    dpl_free(p.ids);
+    dpl_tokens_free(&p.tokens);
     dpl_free(p.wide);
     dpl_model_close(&p.model);
     dpl_config_close(&p.config);

@@ -15,8 +15,6 @@
 static const char *const moments[] = {"exp_avg.", "exp_avg_sq."};
 
 /* ---- names in a folder ---- */
-typedef int (*name_filter)(const struct dirent *entry);
-
 static int is_visible(const struct dirent *entry) {
     return entry->d_name[0] != '.';
 }
@@ -33,12 +31,12 @@ static int is_leftover(const struct dirent *entry) {
 }
 
 // Steps come from the oldest to the newest. No folder: no names. Freed with free_names().
-static dpl_status list_names(const char *dir, name_filter filter, struct dirent ***list_out,
-                             int *n_out) {
+static dpl_status list_names(const char *dir, int (*filter)(const struct dirent *),
+                             struct dirent ***list_out, int *n_out) {
     *list_out = NULL;
     *n_out = scandir(dir, list_out, filter, versionsort);
-    if (*n_out >= 0 || errno == ENOENT) return DPL_OK;
-    return dpl_fail(DPL_EIO, "%s: cannot list the folder: %m", dir);
+    DPL_EXPECT(*n_out >= 0 || errno == ENOENT, DPL_EIO, "%s: cannot list the folder: %m", dir);
+    return DPL_OK;
 }
 
 static void free_names(struct dirent **list, int n) {
@@ -52,11 +50,12 @@ static dpl_status remove_name(const char *dir, const char *name) {
     snprintf(leftover, sizeof leftover, name[0] == '.' ? "%s" : ".%s.tmp", name);
     DPL_TRY(dpl_path_join(dir, name, path));
     DPL_TRY(dpl_path_join(dir, leftover, hidden));
-    if (rename(path, hidden) != 0) return dpl_fail(DPL_EIO, "%s: cannot be renamed: %m", path);
+    DPL_EXPECT(rename(path, hidden) == 0, DPL_EIO, "%s: cannot be renamed: %m", path);
     return dpl_remove_tree(hidden);
 }
 
-static dpl_status remove_all_but(int64_t n_keep, const char *dir, name_filter filter) {
+static dpl_status remove_all_but(int64_t n_keep, const char *dir,
+                                 int (*filter)(const struct dirent *)) {
     struct dirent **list;
     int n;
     dpl_status status = list_names(dir, filter, &list, &n);
@@ -109,8 +108,9 @@ static dpl_status verify_file(const char *dir, const char *name, json_t *want) {
     char path[PATH_MAX];
     json_t *have, *found, *sums;
     json_int_t bytes, size;
-    if (strchr(name, '/') || json_unpack(want, "{s:I, s:o}", "bytes", &bytes, "blocks", &sums) != 0)
-        return dpl_fail(DPL_EFORMAT, "%s/" MANIFEST ": the entry \"%s\" is damaged", dir, name);
+    DPL_EXPECT(!strchr(name, '/') &&
+                   json_unpack(want, "{s:I, s:o}", "bytes", &bytes, "blocks", &sums) == 0,
+               DPL_EFORMAT, "%s/" MANIFEST ": the entry \"%s\" is damaged", dir, name);
     DPL_TRY(dpl_path_join(dir, name, path));
     DPL_TRY(describe_file(path, &have));
     json_unpack(have, "{s:I, s:o}", "bytes", &size, "blocks", &found);
@@ -132,10 +132,9 @@ static dpl_status verify_file(const char *dir, const char *name, json_t *want) {
 dpl_status dpl_checkpoint_verify(const char *dir) {
     char path[PATH_MAX];
     json_t *manifest;
-    if (!dir) return dpl_fail(DPL_EINVAL, "dpl_checkpoint_verify: dir is NULL");
+    DPL_CHECK(dir, "dpl_checkpoint_verify: dir is NULL");
     DPL_TRY(dpl_path_join(dir, MANIFEST, path));
-    if (!dpl_path_exists(path))
-        return dpl_fail(DPL_EFORMAT, "%s: no checkpoint, it has no " MANIFEST, dir);
+    DPL_EXPECT(dpl_path_exists(path), DPL_EFORMAT, "%s: no checkpoint, it has no " MANIFEST, dir);
     DPL_TRY(dpl_json_read(path, &manifest));
     const char *kind;
     json_t *files = NULL, *needed;
@@ -167,8 +166,8 @@ dpl_status dpl_checkpoint_newest(const char *run_dir, bool clean, char *dir_out)
         status = dpl_path_join(checkpoints, list[i]->d_name, path);
         if (status == DPL_OK) status = dpl_checkpoint_verify(path);
         if (status == DPL_OK) break;
-        if (i == n - 1) snprintf(why, sizeof why, "%s", dpl_error_message());
-        if (i == n - 1) first = status;
+        if (first == DPL_OK) snprintf(why, sizeof why, "%s", dpl_error_message());
+        if (first == DPL_OK) first = status;
     }
     free_names(list, n);
     if (first == DPL_OK) memcpy(dir_out, path, sizeof path);
@@ -186,7 +185,7 @@ dpl_status dpl_checkpoint_resolve(const char *path, char *dir_out) {
         DPL_TRY(dpl_checkpoint_verify(path));
     } else if (dpl_path_is_dir(checkpoints)) {
         DPL_TRY(dpl_checkpoint_newest(path, false, dir));
-        if (!dir[0]) return dpl_fail(DPL_EINVAL, "%s: the run has no checkpoint", path);
+        DPL_CHECK(dir[0], "%s: the run has no checkpoint", path);
         path = dir;
     }
     return dpl_path_join(path, ".", dir_out);
@@ -218,18 +217,15 @@ static dpl_status apply_state(dpl_trainer *t, json_t *state, const char *path) {
                        "data_samples", &samples, "global_batch", &n_batch, "max_target_length",
                        &n_seq, "opt_type", &opt_type, "cpu_level", &level) != 0)
         return dpl_fail(DPL_EFORMAT, "%s: %s", path, error.text);
-    if (version != 1 || step < 0 || n_updates < 0 || position < 0)
-        return dpl_fail(DPL_EFORMAT, "%s: another version than 1, or a negative count", path);
-    if (n_batch != (json_int_t)t->batch.n_batch || n_seq != (json_int_t)t->batch.n_seq)
-        return dpl_fail(DPL_EINVAL,
-                        "%s was trained with %lld sequences of %lld tokens a step, the "
-                        "configuration has %zu of %zu (per_device_batch_size * "
-                        "gradient_accumulation_steps, max_target_length)",
-                        path, (long long)n_batch, (long long)n_seq, t->batch.n_batch,
-                        t->batch.n_seq);
-    if (!dpl_is(opt_type, t->o->opt_type))
-        return dpl_fail(DPL_EINVAL, "%s: the optimizer was %s, the configuration has opt_type=%s",
-                        path, opt_type, t->o->opt_type);
+    DPL_EXPECT(version == 1 && step >= 0 && n_updates >= 0 && position >= 0, DPL_EFORMAT,
+               "%s: another version than 1, or a negative count", path);
+    DPL_CHECK(n_batch == (json_int_t)t->batch.n_batch && n_seq == (json_int_t)t->batch.n_seq,
+              "%s was trained with %lld sequences of %lld tokens a step, the configuration has %zu "
+              "of %zu (per_device_batch_size * gradient_accumulation_steps, max_target_length)",
+              path, (long long)n_batch, (long long)n_seq, t->batch.n_batch, t->batch.n_seq);
+    DPL_CHECK(dpl_is(opt_type, t->o->opt_type),
+              "%s: the optimizer was %s, the configuration has opt_type=%s", path, opt_type,
+              t->o->opt_type);
     if (samples != (json_int_t)dpl_data_samples(t->data, false))
         dpl_log("warning: the training data has %llu samples, it had %lld when %s was written",
                 (unsigned long long)dpl_data_samples(t->data, false), (long long)samples, path);
@@ -254,9 +250,10 @@ static dpl_status write_parts(dpl_trainer *t, const char *dir) {
     return write_manifest(dir);
 }
 
-dpl_status dpl_checkpoint_save(dpl_trainer *t) {
+dpl_status dpl_trainer_save(dpl_trainer *t) {
     char checkpoints[PATH_MAX], path[PATH_MAX], staged[PATH_MAX], name[32];
-    if (t->step == 0) return dpl_fail(DPL_EINVAL, "there is nothing to save before the first step");
+    DPL_CHECK(t, "dpl_trainer_save: the trainer is NULL");
+    DPL_CHECK(t->step > 0, "there is nothing to save before the first step");
     snprintf(name, sizeof name, "%lld", (long long)t->step - 1);
     DPL_TRY(dpl_path_join(t->run_dir, "checkpoints", checkpoints));
     DPL_TRY(dpl_make_dirs(checkpoints));

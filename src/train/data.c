@@ -241,10 +241,11 @@ static dpl_status open_streams(dpl_data *data, size_t vocab) {
     } else if (n_train < n) {
         DPL_TRY(open_set(o, data->source, n_train, n, &data->eval));
     }
-    DPL_TRY(open_set(o, data->source, 0, n_train, &data->train));
-    if (data->train.n_samples > 0) return DPL_OK;
-    return dpl_fail(DPL_EINVAL, "%s: no token to predict: %llu tokens, expected two at least",
-                    o->dataset_path, (unsigned long long)n_train);
+    if (n_train > 0) DPL_TRY(open_set(o, data->source, 0, n_train, &data->train));
+    DPL_CHECK((n_train > 0 ? &data->train : &data->eval)->n_samples > 0,
+              "%s: no token to predict: %llu tokens, expected two at least", o->dataset_path,
+              (unsigned long long)(n_train > 0 ? n_train : n));
+    return DPL_OK;
 }
 
 dpl_status dpl_data_open(const dpl_options *o, size_t n_batch, size_t vocab, dpl_data **data_out) {

@@ -14,20 +14,16 @@ typedef struct run {
     bool done; // the evaluation loss reached its target
 } run;
 
-static dpl_status emit(run *r, const char *line) {
-    if (fprintf(r->log, "%s\n", line) < 0 || fflush(r->log) != 0)
-        return dpl_fail(DPL_EIO, "%s/log.txt: cannot be written: %m", r->t->run_dir);
-    if (r->events.line) r->events.line(r->events.arg, line);
-    return DPL_OK;
-}
-
 static __attribute__((format(printf, 2, 3))) dpl_status say(run *r, const char *format, ...) {
     char line[PATH_MAX + 128];
     va_list args;
     va_start(args, format);
     dpl_format_args(line, sizeof line, format, args);
     va_end(args);
-    return emit(r, line);
+    DPL_EXPECT(fprintf(r->log, "%s\n", line) >= 0 && fflush(r->log) == 0, DPL_EIO,
+               "%s/log.txt: cannot be written: %m", r->t->run_dir);
+    if (r->events.line) r->events.line(r->events.arg, line);
+    return DPL_OK;
 }
 
 static dpl_status write_row(run *r, json_t *row) {
@@ -36,8 +32,8 @@ static dpl_status write_row(run *r, json_t *row) {
     if (!text) return dpl_fail(DPL_ENOMEM, "no memory for a row of metrics.jsonl");
     const bool good = fprintf(r->metrics, "%s\n", text) > 0 && fflush(r->metrics) == 0;
     free(text);
-    if (good) return DPL_OK;
-    return dpl_fail(DPL_EIO, "%s/metrics.jsonl: cannot be written: %m", r->t->run_dir);
+    DPL_EXPECT(good, DPL_EIO, "%s/metrics.jsonl: cannot be written: %m", r->t->run_dir);
+    return DPL_OK;
 }
 
 static bool evaluates(const dpl_options *o, int64_t step) {
@@ -53,7 +49,8 @@ static bool evaluates_again(const dpl_trainer *t) {
 
 static dpl_status open_text(const dpl_trainer *t, const char *path, FILE **file_out) {
     *file_out = fopen(path, t->step > 0 ? "a" : "w");
-    return *file_out ? DPL_OK : dpl_fail(DPL_EIO, "%s: cannot be opened for writing: %m", path);
+    DPL_EXPECT(*file_out, DPL_EIO, "%s: cannot be opened for writing: %m", path);
+    return DPL_OK;
 }
 
 static dpl_status open_files(run *r) {
@@ -106,9 +103,9 @@ static dpl_status train_step(run *r) {
     DPL_TRY(status);
     DPL_TRY(write_row(r, dpl_metrics_row(t, &m)));
     dpl_metrics_line(t, &m, line, sizeof line);
-    DPL_TRY(emit(r, line));
+    DPL_TRY(say(r, "%s", line));
     dpl_metrics_profile(t, line, sizeof line);
-    if (t->o->step_profile) DPL_TRY(emit(r, line));
+    if (t->o->step_profile) DPL_TRY(say(r, "%s", line));
     if (r->events.step) r->events.step(r->events.arg, &m, t->n_steps);
     return DPL_OK;
 }
@@ -136,7 +133,7 @@ static dpl_status save(run *r, bool due) {
     dpl_trainer *t = r->t;
     if (!due || !t->o->enable_checkpointing || t->step == 0 || t->saved == t->step - 1)
         return DPL_OK;
-    DPL_TRY(dpl_checkpoint_save(t));
+    DPL_TRY(dpl_trainer_save(t));
     return say(r, "checkpoint: %s/checkpoints/%lld", t->run_dir, (long long)t->saved);
 }
 
@@ -162,7 +159,7 @@ static dpl_status train(run *r) {
 }
 
 dpl_status dpl_trainer_run(dpl_trainer *trainer, const dpl_trainer_events *events) {
-    if (!trainer) return dpl_fail(DPL_EINVAL, "dpl_trainer_run: the trainer is NULL");
+    DPL_CHECK(trainer, "dpl_trainer_run: the trainer is NULL");
     run r = {.t = trainer};
     if (events) r.events = *events;
     if (trainer->peak_flops == 0) trainer->peak_flops = dpl_measure_peak(trainer->ctx);

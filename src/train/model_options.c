@@ -50,12 +50,10 @@ static const model_key model_keys[] = {
 static void fill_field(const model_key *key, const dpl_options *o, dpl_model_config *c) {
     const void *from = (const uint8_t *)o + key->option;
     void *to = (uint8_t *)c + key->field;
-    if (key->kind == WHOLE)
-        *(double *)to = (double)*(const int64_t *)from;
+    if (key->kind == WHOLE) *(double *)to = (double)*(const int64_t *)from;
     else if (key->kind > FLAG)
         *(bool *)to = !dpl_is(*(const char *const *)from, names[key->kind - FLAG][0]);
-    else
-        memcpy(to, from, key->kind == FLAG ? sizeof(bool) : 8);
+    else memcpy(to, from, key->kind == FLAG ? sizeof(bool) : 8);
 }
 
 static void fill_model(const dpl_options *o, dpl_model_config *c) {
@@ -65,10 +63,8 @@ static void fill_model(const dpl_options *o, dpl_model_config *c) {
         if (model_keys[i].kind == ROPE && !c->rope.yarn) break;
     }
     if (o->base_moe_mlp_dim <= 0) c->moe_f = c->mlp_f;
-    if (o->n_routing_groups <= 0)
-        c->n_groups = c->top_groups = 1;
-    else if (o->topk_routing_group < 0)
-        c->top_groups = 0;
+    if (o->n_routing_groups <= 0) c->n_groups = c->top_groups = 1;
+    else if (o->topk_routing_group < 0) c->top_groups = 0;
     if (!c->rope.yarn) return;
     // MaxText scales only the softmax, and only where sequences became longer; both forms of mscale
     // together leave cos and sin unscaled.
@@ -83,13 +79,13 @@ static void fill_model(const dpl_options *o, dpl_model_config *c) {
 dpl_status dpl_config_model(const dpl_config *config, dpl_model_config *model_out) {
     const dpl_options *o = &config->o;
     dpl_model_config c;
-    if (!dpl_is(o->decoder_block, "deepseek"))
-        return dpl_fail(DPL_EINVAL, "decoder_block is %s, expected deepseek", o->decoder_block);
-    if (!dpl_is(o->attention_type, "mla"))
-        return dpl_fail(DPL_EINVAL, "attention_type is %s, expected mla", o->attention_type);
+    DPL_CHECK(dpl_is(o->decoder_block, "deepseek"), "decoder_block is %s, expected deepseek",
+              o->decoder_block);
+    DPL_CHECK(dpl_is(o->attention_type, "mla"), "attention_type is %s, expected mla",
+              o->attention_type);
     fill_model(o, &c);
-    if ((c.n_dense < c.n_layers || c.n_mtp > 0) && !o->routed_score_func[0])
-        return dpl_fail(DPL_EINVAL, "routed_score_func is empty, expected sigmoid or softmax");
+    DPL_CHECK((c.n_dense >= c.n_layers && c.n_mtp == 0) || o->routed_score_func[0],
+              "routed_score_func is empty, expected sigmoid or softmax");
     DPL_TRY(dpl_model_config_check(&c));
     *model_out = c;
     return DPL_OK;
@@ -106,15 +102,11 @@ dpl_status dpl_config_adopt(dpl_config *config, const char *dir, dpl_model_confi
         const bool same = memcmp(a, b, key->kind >= FLAG ? sizeof(bool) : 8) == 0;
         char text[64];
         if (same && config->text[key->id][0]) continue; // an empty choice is to be filled in
-        if (key->kind == SIZE)
-            snprintf(text, sizeof text, "%zu", *(const size_t *)a);
-        else if (key->kind < FLAG)
-            dpl_format(text, sizeof text, "%.17g", *(const double *)a);
-        else
-            snprintf(text, sizeof text, "%s", names[key->kind - FLAG][*(const bool *)a]);
-        if (!same && config->given[key->id])
-            return dpl_fail(DPL_EINVAL, "%s=%s, but the model in %s has %s", key->key,
-                            config->text[key->id], dir, text);
+        if (key->kind == SIZE) snprintf(text, sizeof text, "%zu", *(const size_t *)a);
+        else if (key->kind < FLAG) dpl_format(text, sizeof text, "%.17g", *(const double *)a);
+        else snprintf(text, sizeof text, "%s", names[key->kind - FLAG][*(const bool *)a]);
+        DPL_CHECK(same || !config->given[key->id], "%s=%s, but the model in %s has %s", key->key,
+                  config->text[key->id], dir, text);
         DPL_TRY(dpl_config_put(config, key->key, text));
         config->given[key->id] = false;
     }
@@ -160,8 +152,7 @@ dpl_status dpl_options_check(const dpl_options *o) {
         {!dpl_is(o->dataset_type, "synthetic") && !o->dataset_path[0],
          "dataset_path is empty, expected data of the kind dataset_type"},
     };
-    for (size_t i = 0; i < DPL_COUNT(rules); i++)
-        if (rules[i].wrong) return dpl_fail(DPL_EINVAL, "%s", rules[i].what);
+    for (size_t i = 0; i < DPL_COUNT(rules); i++) DPL_CHECK(!rules[i].wrong, "%s", rules[i].what);
     return DPL_OK;
 }
 

@@ -39,9 +39,7 @@ static dpl_status mark_matches(const char *key, const char *expression, const dp
     char why[128];
     const int error = regcomp(&regex, expression, REG_EXTENDED | REG_NOSUB);
     regerror(error, &regex, why, sizeof why);
-    if (error)
-        return dpl_fail(DPL_EINVAL, "%s: '%s' is not a regular expression: %s", key, expression,
-                        why);
+    DPL_CHECK(!error, "%s: '%s' is not a regular expression: %s", key, expression, why);
     dpl_status status = DPL_OK;
     for (size_t i = 0; i < model->params.n && status == DPL_OK; i++) {
         const dpl_param *param = &model->params.list[i];
@@ -87,8 +85,8 @@ static dpl_status fill_masks(const dpl_options *o, dpl_optimizer *opt) {
         if (!mask[0] || dpl_is(mask, "[]")) opt->trains[i] = true;
         n_trained += opt->trains[i];
     }
-    if (n_trained > 0) return DPL_OK;
-    return dpl_fail(DPL_EINVAL, "trainable_parameters_mask %s selects no tensor", mask);
+    DPL_CHECK(n_trained > 0, "trainable_parameters_mask %s selects no tensor", mask);
+    return DPL_OK;
 }
 
 dpl_status dpl_optimizer_open(const dpl_options *o, dpl_model *model,
@@ -155,13 +153,12 @@ dpl_status dpl_optimizer_norm(dpl_optimizer *opt, double *norm_out) {
 
 static dpl_adamw adam_rule(const dpl_options *o, int64_t n, double rate, double grad_scale) {
     const double p1 = pow(o->adam_b1, (double)n), p2 = pow(o->adam_b2, (double)n);
-    dpl_adamw rule = {.b1 = o->adam_b1, .b2 = o->adam_b2};
-    rule.lr = (float)rate;
-    rule.eps = (float)o->adam_eps;
-    rule.eps_root = (float)o->adam_eps_root;
-    rule.correct1 = (float)(1 - p1);
-    rule.correct2 = (float)(1 - p2);
-    rule.grad_scale = (float)grad_scale;
+    // clang-format off
+    dpl_adamw rule = {.b1 = o->adam_b1, .b2 = o->adam_b2, .lr = (float)rate,
+                      .eps = (float)o->adam_eps, .eps_root = (float)o->adam_eps_root,
+                      .correct1 = (float)(1 - p1), .correct2 = (float)(1 - p2),
+                      .grad_scale = (float)grad_scale};
+    // clang-format on
     if (dpl_is(o->opt_type, "adam_pax")) { // the correction sits in the decay rates instead
         rule.b1 = o->adam_b1 * (1 - pow(o->adam_b1, (double)(n - 1))) / (1 - p1);
         rule.b2 = o->adam_b2 * (1 - pow(o->adam_b2, (double)(n - 1))) / (1 - p2);
@@ -170,9 +167,11 @@ static dpl_adamw adam_rule(const dpl_options *o, int64_t n, double rate, double 
     return rule;
 }
 
-void dpl_optimizer_apply(dpl_optimizer *opt, double rate, double grad_scale) {
+double dpl_optimizer_apply(dpl_optimizer *opt, double rate, double norm) {
     dpl_model *model = opt->model;
-    dpl_adamw rule = adam_rule(opt->o, ++opt->n_updates, rate, grad_scale);
+    const double clip = opt->o->gradient_clipping_threshold;
+    const double scale = clip > 0 && norm >= clip ? clip / norm : 1;
+    dpl_adamw rule = adam_rule(opt->o, ++opt->n_updates, rate, scale);
     for (size_t i = 0; i < model->params.n; i++) {
         if (!opt->trains[i]) continue;
         const dpl_param *param = &model->params.list[i];
@@ -184,7 +183,7 @@ void dpl_optimizer_apply(dpl_optimizer *opt, double rate, double grad_scale) {
         if (opt->m)
             dpl_adamw_step(model->ctx, &rule, grad, param->elems, values, opt->m + at, opt->v + at,
                            copy);
-        else
-            dpl_sgd_step(model->ctx, rule.lr, rule.grad_scale, grad, param->elems, values, copy);
+        else dpl_sgd_step(model->ctx, rule.lr, rule.grad_scale, grad, param->elems, values, copy);
     }
+    return norm * scale;
 }

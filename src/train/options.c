@@ -23,6 +23,7 @@ static const option options[] = {DPL_OPTION_MAP(ROW)};
 
 // "key" is ignored, "key=a|b" has these values; the first is worded in the error.
 // clang-format off
+#define MESH(axis) "ici_" axis "_parallelism=1|-1", "dcn_" axis "_parallelism=1|-1"
 static const char *const maxtext_keys[] = {
     "model_name=default|", "global_parameter_scale=1", "mlp_activations=[\"silu\",\"linear\"]",
     "sparse_matmul=true", "capacity_factor=-1", "use_random_routing=false",
@@ -31,11 +32,8 @@ static const char *const maxtext_keys[] = {
     "gmm_quantization=|none", "te_gmm_quantization=|none", "skip_step_on_spikes=false",
     "abort_on_nan_loss=true", "abort_on_inf_loss=true", "tokenizer_path=", "add_bos=false",
     "add_eos=false", "grain_train_files=", "grain_file_type=arrayrecord", "hf_path=",
-    "hf_train_files=", "ici_fsdp_parallelism=1|-1", "ici_expert_parallelism=1|-1",
-    "ici_data_parallelism=1|-1", "ici_tensor_parallelism=1|-1", "ici_pipeline_parallelism=1|-1",
-    "ici_context_parallelism=1|-1", "ici_sequence_parallelism=1|-1", "dcn_fsdp_parallelism=1|-1",
-    "dcn_expert_parallelism=1|-1", "dcn_data_parallelism=1|-1", "dcn_tensor_parallelism=1|-1",
-    "dcn_pipeline_parallelism=1|-1", "dcn_context_parallelism=1|-1",
+    "hf_train_files=", MESH("fsdp"), MESH("expert"), MESH("data"), MESH("tensor"), MESH("pipeline"),
+    MESH("context"), MESH("sequence"),
     "hardware", "skip_jax_distributed_system", "scan_layers", "param_scan_axis", "megablox",
     "jax_cache_dir", "enable_tensorboard", "log_config", "log_period", "metrics_file",
     "override_model_config", "attention", "matmul_precision", "cast_logits_to_fp32",
@@ -56,12 +54,9 @@ static const char *const maxtext_keys[] = {
 // Is `text` one of "a|b|c"?
 static bool is_choice(const char *text, const char *choices) {
     const size_t n = strlen(text);
-    for (const char *p = choices;; p++) {
-        const size_t len = strcspn(p, "|");
-        if (len == n && memcmp(p, text, n) == 0) return true;
-        p += len;
-        if (!*p) return false;
-    }
+    for (const char *p = choices; p; p = strchr(p, '|') ? strchr(p, '|') + 1 : NULL)
+        if (strcspn(p, "|") == n && memcmp(p, text, n) == 0) return true;
+    return false;
 }
 
 // "LOW .. HIGH", "LOW ..", "> LOW", or "" for any value.
@@ -94,15 +89,13 @@ typedef union parsed {
 
 // Checks a value; gives its canonical text in `buffer` if it is not a text.
 static dpl_status parse_value(const option *opt, const char *text, parsed *v, char buffer[64]) {
-    if (opt->kind == 'T') return DPL_OK;
-    if (opt->kind == 'C') {
-        if (is_choice(text, opt->range)) return DPL_OK;
-        return dpl_fail(DPL_EINVAL, "'%s' is not supported, expected %s", text, opt->range);
-    }
+    if (opt->kind == 'C')
+        DPL_CHECK(is_choice(text, opt->range), "'%s' is not supported, expected %s", text,
+                  opt->range);
+    if (opt->kind == 'T' || opt->kind == 'C') return DPL_OK;
     if (!text[0]) text = opt->missing; // YAML's null
     if (opt->kind == 'B') {
-        if (!is_choice(text, "true|false|True|False"))
-            return dpl_fail(DPL_EINVAL, "'%s', expected true or false", text);
+        DPL_CHECK(is_choice(text, "true|false|True|False"), "'%s', expected true or false", text);
         v->b = text[0] == 't' || text[0] == 'T';
         snprintf(buffer, 64, "%s", v->b ? "true" : "false");
         return DPL_OK;
@@ -168,24 +161,21 @@ static dpl_status unknown_key(const char *key) {
 }
 
 // A fixed key's value: equal as text without blanks and case, or as a number.
-static bool same_value(const char *value, const char *want) {
-    char text[128] = "";
-    double x, y;
-    for (size_t n = 0; *value && n + 1 < sizeof text; value++)
-        if (*value != ' ') text[n++] = *value;
-    if (strcasecmp(text, want) == 0) return true;
-    return dpl_parse_f64(text, &x) == DPL_OK && dpl_parse_f64(want, &y) == DPL_OK && x == y;
-}
-
 static dpl_status check_maxtext(const char *key, const char *values, const char *value) {
-    char first[64];
-    const size_t len = strcspn(values, "|");
-    snprintf(first, sizeof first, "%.*s", (int)len, values);
-    if (same_value(value, first)) return DPL_OK;
-    if (values[len] && same_value(value, values + len + 1)) return DPL_OK;
+    char text[128] = "", want[64];
+    double x, y;
+    size_t n = 0;
+    for (const char *p = value; *p && n + 1 < sizeof text; p++)
+        if (*p != ' ') text[n++] = *p;
+    for (const char *p = values; p; p = strchr(p, '|') ? strchr(p, '|') + 1 : NULL) {
+        snprintf(want, sizeof want, "%.*s", (int)strcspn(p, "|"), p);
+        if (strcasecmp(text, want) == 0) return DPL_OK;
+        if (dpl_parse_f64(text, &x) == DPL_OK && dpl_parse_f64(want, &y) == DPL_OK && x == y)
+            return DPL_OK;
+    }
     return dpl_fail(DPL_EINVAL,
-                    "%s: '%s' is not supported and would change the result, expected '%s'", key,
-                    value, first);
+                    "%s: '%s' is not supported and would change the result, expected '%.*s'", key,
+                    value, (int)strcspn(values, "|"), values);
 }
 
 dpl_status dpl_config_put(dpl_config *config, const char *key, const char *value) {
@@ -224,7 +214,7 @@ dpl_status dpl_config_clone(const dpl_config *from, dpl_config **config_out) {
 }
 
 dpl_status dpl_config_open(const char *path, dpl_config **config_out) {
-    if (!config_out) return dpl_fail(DPL_EINVAL, "dpl_config_open: config_out is NULL");
+    DPL_CHECK(config_out, "dpl_config_open: config_out is NULL");
     dpl_config *config;
     DPL_TRY(dpl_config_clone(NULL, &config));
     const dpl_status status = path ? dpl_yaml_read(path, put_line, config) : DPL_OK;
@@ -242,14 +232,12 @@ void dpl_config_close(dpl_config **config) {
 
 dpl_status dpl_config_set(dpl_config *config, const char *assignment) {
     char key[128];
-    if (!config || !assignment) return dpl_fail(DPL_EINVAL, "dpl_config_set: an argument is NULL");
-    const char *equals = strchr(assignment, '=');
-    if (!equals || equals == assignment)
-        return dpl_fail(DPL_EINVAL, "'%s' is not an assignment, expected key=value", assignment);
-    if ((size_t)(equals - assignment) >= sizeof key)
-        return dpl_fail(DPL_EINVAL, "the key of '%.40s...' is too long", assignment);
-    snprintf(key, sizeof key, "%.*s", (int)(equals - assignment), assignment);
-    return dpl_config_put(config, key, equals + 1);
+    DPL_CHECK(config && assignment, "dpl_config_set: an argument is NULL");
+    const size_t n = strcspn(assignment, "=");
+    DPL_CHECK(n > 0 && assignment[n], "'%s' is not an assignment, expected key=value", assignment);
+    DPL_CHECK(n < sizeof key, "the key of '%.40s...' is too long", assignment);
+    snprintf(key, sizeof key, "%.*s", (int)n, assignment);
+    return dpl_config_put(config, key, assignment + n + 1);
 }
 
 const char *dpl_config_get(const dpl_config *config, const char *key) {
@@ -263,9 +251,8 @@ size_t dpl_config_option_count(void) {
 }
 
 dpl_status dpl_config_option(size_t i, dpl_option_info *info_out) {
-    if (!info_out || i >= DPL_OPT_N)
-        return dpl_fail(DPL_EINVAL, "option %zu, expected less than %d and an info_out", i,
-                        DPL_OPT_N);
+    DPL_CHECK(info_out && i < DPL_OPT_N, "option %zu, expected less than %d and an info_out", i,
+              DPL_OPT_N);
     const option *opt = &options[i];
     static const char kinds[] = "IFBT", *const types[] = {"integer", "number", "true|false",
                                                           "text"};
@@ -277,14 +264,15 @@ dpl_status dpl_config_option(size_t i, dpl_option_info *info_out) {
 
 // Text is quoted as JSON, which YAML reads; a list is JSON already.
 static dpl_status print_option(FILE *file, const option *opt, const char *text) {
-    json_t *list = text[0] == '[' ? json_loads(text, 0, NULL) : NULL, *value = json_string(text);
-    const bool plain = list || (opt->kind != 'T' && opt->kind != 'C');
-    char *quoted = value ? json_dumps(value, JSON_ENCODE_ANY) : NULL;
-    const bool good = plain || quoted;
-    if (good) fprintf(file, "%s: %s\n", opt->key, plain ? text : quoted);
+    const bool may_quote = opt->kind == 'T' || opt->kind == 'C';
+    json_t *list = text[0] == '[' ? json_loads(text, 0, NULL) : NULL;
+    json_t *value = may_quote && !list ? json_string(text) : NULL;
+    fprintf(file, "%s: ", opt->key);
+    const bool good = value ? json_dumpf(value, file, JSON_ENCODE_ANY) == 0
+                            : (list || !may_quote) && fputs(text, file) >= 0;
+    fputc('\n', file);
     json_decref(list);
     json_decref(value);
-    free(quoted);
     return good ? DPL_OK : dpl_fail(DPL_EINVAL, "%s: '%s' is not UTF-8 text", opt->key, text);
 }
 

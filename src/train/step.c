@@ -11,7 +11,7 @@ static dpl_batch batch_of(const dpl_tokens *t) {
     return (dpl_batch){t->n_batch, t->n_seq, t->ids, t->targets, t->segment, t->position};
 }
 
-static double count_targets(const dpl_tokens *t) {
+double dpl_tokens_targets(const dpl_tokens *t) {
     size_t n = 0;
     for (size_t i = 0; i < t->n_batch * t->n_seq; i++) n += t->targets[i] >= 0;
     return (double)n;
@@ -27,14 +27,14 @@ static size_t count_elems(const dpl_model *m) {
 static dpl_status run_micros(dpl_trainer *t, dpl_loss_sums *sums) {
     const size_t n_micros = t->batch.n_batch / t->micro.n_batch;
     const dpl_batch batch = batch_of(&t->batch), micro = batch_of(&t->micro);
-    const double n_tokens = count_targets(&t->batch);
+    const double n_tokens = dpl_tokens_targets(&t->batch);
     const double n_mtp = dpl_batch_mtp_tokens(&t->model->config, &batch);
     const double mtp_scale = n_mtp > 0 ? t->rule.mtp_weight / n_mtp : 0;
     *sums = (dpl_loss_sums){.n_tokens = n_tokens, .mtp_tokens = n_mtp};
     for (size_t j = 0; j < n_micros; j++) {
         for (size_t row = 0; row < t->micro.n_batch; row++) // strided, as MaxText splits
             dpl_tokens_copy_row(&t->batch, j + row * n_micros, &t->micro, row);
-        const double part = n_tokens > 0 ? count_targets(&t->micro) / n_tokens : 0;
+        const double part = n_tokens > 0 ? dpl_tokens_targets(&t->micro) / n_tokens : 0;
         dpl_loss_sums s;
         DPL_TRY(dpl_model_train_micro(t->model, &micro, &t->rule, n_tokens > 0 ? 1 / n_tokens : 0,
                                       mtp_scale, part, &s));
@@ -89,10 +89,7 @@ static void fill_speed(const dpl_trainer *t, double seconds, dpl_step_metrics *m
 // From the gradients to new weights and biases.
 static dpl_status update(dpl_trainer *t, dpl_step_metrics *m) {
     DPL_TRY(dpl_optimizer_norm(t->optimizer, &m->raw_grad_norm));
-    const double clip = t->o->gradient_clipping_threshold;
-    const double scale = clip > 0 && m->raw_grad_norm >= clip ? clip / m->raw_grad_norm : 1;
-    m->grad_norm = m->raw_grad_norm * scale;
-    dpl_optimizer_apply(t->optimizer, m->learning_rate, scale);
+    m->grad_norm = dpl_optimizer_apply(t->optimizer, m->learning_rate, m->raw_grad_norm);
     if (t->o->routed_bias_update_rate > 0 && t->model->config.routed_bias)
         dpl_model_update_bias(t->model, t->o->routed_bias_update_rate);
     dpl_ctx_wait(t->ctx);
@@ -100,7 +97,7 @@ static dpl_status update(dpl_trainer *t, dpl_step_metrics *m) {
 }
 
 dpl_status dpl_trainer_step(dpl_trainer *t, dpl_step_metrics *metrics_out) {
-    if (!t || !metrics_out) return dpl_fail(DPL_EINVAL, "dpl_trainer_step: an argument is NULL");
+    DPL_CHECK(t && metrics_out, "dpl_trainer_step: an argument is NULL");
     const double start = dpl_now();
     dpl_step_metrics m = {.step = t->step};
     dpl_loss_sums sums;
@@ -124,27 +121,40 @@ dpl_status dpl_trainer_step(dpl_trainer *t, dpl_step_metrics *metrics_out) {
     return DPL_OK;
 }
 
-dpl_status dpl_trainer_evaluate(dpl_trainer *t, dpl_eval_metrics *metrics_out) {
-    if (!t || !metrics_out) return dpl_fail(DPL_EINVAL, "dpl_trainer_evaluate: NULL argument");
-    const uint64_t n = dpl_data_samples(t->data, true);
-    if (n == 0)
-        return dpl_fail(DPL_EINVAL, "there is no evaluation data: eval_dataset_path is empty, "
-                                    "eval_split_fraction is 0 or its part too short");
-    uint64_t n_batches = (n - 1) / t->eval.n_batch + 1;
-    if (t->o->eval_steps > 0) n_batches = DPL_MIN(n_batches, (uint64_t)t->o->eval_steps);
-    const dpl_batch batch = batch_of(&t->eval);
-    double xent = 0, n_tokens = 0;
+dpl_status dpl_evaluate(dpl_model *model, const dpl_data *data, const dpl_loss_rule *rule,
+                        int64_t most, dpl_tokens *tokens, dpl_progress_fn progress, void *arg,
+                        dpl_eval_metrics *metrics_out) {
+    uint64_t n_batches = (dpl_data_samples(data, true) - 1) / tokens->n_batch + 1;
+    if (most > 0) n_batches = DPL_MIN(n_batches, (uint64_t)most);
+    const dpl_batch batch = batch_of(tokens);
+    double sum = 0, n_tokens = 0;
     for (uint64_t i = 0; i < n_batches; i++) {
-        dpl_loss_sums sums;
-        if (t->stop) return dpl_fail(DPL_EINTR, "stopped on request during an evaluation");
-        dpl_data_eval(t->data, i * t->eval.n_batch, &t->eval);
-        const dpl_status status = dpl_model_evaluate(t->model, &batch, &t->rule, NULL, &sums);
+        dpl_loss_sums s;
+        dpl_data_eval(data, i * tokens->n_batch, tokens);
+        const dpl_status status = dpl_model_evaluate(model, &batch, rule, NULL, &s);
         if (status != DPL_OK) return dpl_fail_in(status, "evaluation batch %zu", (size_t)i);
-        xent += sums.xent + sums.z;
-        n_tokens += sums.n_tokens;
+        sum += s.xent + s.z;
+        n_tokens += s.n_tokens;
+        DPL_EXPECT(!progress || progress(arg, i + 1, n_batches) == 0, DPL_EINTR,
+                   "stopped after %zu of %zu batches", (size_t)i + 1, (size_t)n_batches);
     }
-    if (!isfinite(xent)) return dpl_fail(DPL_ENUMERIC, "the evaluation loss is not finite");
-    const double loss = n_tokens > 0 ? xent / n_tokens : 0;
+    DPL_EXPECT(isfinite(sum), DPL_ENUMERIC, "the evaluation loss is not finite");
+    const double loss = n_tokens > 0 ? sum / n_tokens : 0;
     *metrics_out = (dpl_eval_metrics){loss, exp(loss), (int64_t)n_tokens};
     return DPL_OK;
+}
+
+static int is_stopped(void *arg, uint64_t n_done, uint64_t n_total) {
+    const dpl_trainer *t = arg;
+    return t->stop && n_done < n_total;
+}
+
+dpl_status dpl_trainer_evaluate(dpl_trainer *t, dpl_eval_metrics *metrics_out) {
+    DPL_CHECK(t && metrics_out, "dpl_trainer_evaluate: an argument is NULL");
+    DPL_CHECK(dpl_data_samples(t->data, true) > 0,
+              "there is no evaluation data: eval_dataset_path is empty, eval_split_fraction is 0 "
+              "or its part too short");
+    DPL_EXPECT(!t->stop, DPL_EINTR, "stopped on request before an evaluation");
+    return dpl_evaluate(t->model, t->data, &t->rule, t->o->eval_steps, &t->eval, is_stopped, t,
+                        metrics_out);
 }

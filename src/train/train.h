@@ -18,6 +18,11 @@
 #include "io/io.h"
 #include "model/model.h"
 
+// DPL_EINVAL, or the status, with this text where the condition does not hold.
+#define DPL_CHECK(condition, ...) DPL_EXPECT(condition, DPL_EINVAL, __VA_ARGS__)
+#define DPL_EXPECT(condition, status, ...) \
+    DPL_TRY((condition) ? DPL_OK : dpl_fail(status, __VA_ARGS__))
+
 /* ---- options (options.c) ---- */
 // kind, key, default, range (numbers: "LOW .. HIGH", "LOW ..", "> LOW") or choices, help.
 // Kinds: I integer, F number, B true|false, T text, C one of the choices. Defaults are MaxText's.
@@ -147,6 +152,9 @@ dpl_status dpl_config_save(const dpl_config *config, const char *path); // as YA
 static inline bool dpl_is(const char *text, const char *choice) {
     return !strcmp(text, choice);
 }
+static inline dpl_dtype dpl_options_dtype(const dpl_options *o) {
+    return dpl_is(o->dtype, "float32") ? DPL_F32 : DPL_BF16;
+}
 
 // Sizes of the model by the options alone.
 dpl_status dpl_config_model(const dpl_config *config, dpl_model_config *model_out);
@@ -175,6 +183,7 @@ typedef struct dpl_tokens { // (n_batch, n_seq) each, owned
 } dpl_tokens;
 dpl_status dpl_tokens_alloc(size_t n_batch, size_t n_seq, dpl_tokens *tokens);
 void dpl_tokens_free(dpl_tokens *tokens);
+double dpl_tokens_targets(const dpl_tokens *tokens); // how many there are
 void dpl_tokens_copy_row(const dpl_tokens *from, size_t from_row, dpl_tokens *to, size_t to_row);
 
 typedef struct dpl_data dpl_data;
@@ -203,7 +212,8 @@ dpl_status dpl_optimizer_open(const dpl_options *o, dpl_model *model,
 void dpl_optimizer_close(dpl_optimizer **optimizer);
 // L2 norm of the gradients that train. DPL_ENUMERIC names the tensor whose gradient is not finite.
 dpl_status dpl_optimizer_norm(dpl_optimizer *optimizer, double *norm_out);
-void dpl_optimizer_apply(dpl_optimizer *optimizer, double rate, double grad_scale);
+// Clips gradients of this norm, and gives the norm after that.
+double dpl_optimizer_apply(dpl_optimizer *optimizer, double rate, double norm);
 
 /* ---- the trainer (trainer.c, step.c, loop.c) ---- */
 struct dpl_trainer {
@@ -226,11 +236,14 @@ struct dpl_trainer {
     atomic_bool stop; // set by signal handlers and other threads
 };
 
+// Loss over `most` batches of the size of `tokens` (0, -1: all) of evaluation data.
+dpl_status dpl_evaluate(dpl_model *model, const dpl_data *data, const dpl_loss_rule *rule,
+                        int64_t most, dpl_tokens *tokens, dpl_progress_fn progress, void *arg,
+                        dpl_eval_metrics *metrics_out);
 // DPL_EIO: another process has the run directory. One that is not there is left for the next call.
 dpl_status dpl_trainer_lock(dpl_trainer *t);
 
 /* ---- checkpoints (checkpoint.c) ---- */
-dpl_status dpl_checkpoint_save(dpl_trainer *t); // of the last step; then removes what is too old
 dpl_status dpl_checkpoint_load(dpl_trainer *t, const char *dir); // a verified one, everything
 // The newest checkpoint of a run directory, verified; "" if none. A damaged one is an error
 // that names the newest good one before it. What a killed process left is removed if `clean`.

@@ -53,19 +53,14 @@ static dpl_status find_origin(const dpl_trainer *t, origin *from) {
 
 static dpl_status open_model(dpl_trainer *t, const origin *from) {
     dpl_model_config sizes;
-    if (from->dir[0])
-        DPL_TRY(dpl_config_adopt(t->config, from->dir, &sizes));
-    else
-        DPL_TRY(dpl_config_model(t->config, &sizes));
-    const dpl_dtype dtype = dpl_is(t->o->dtype, "float32") ? DPL_F32 : DPL_BF16;
+    if (from->dir[0]) DPL_TRY(dpl_config_adopt(t->config, from->dir, &sizes));
+    else DPL_TRY(dpl_config_model(t->config, &sizes));
     DPL_TRY(dpl_comm_open("self", NULL, &t->comm));
-    DPL_TRY(dpl_model_create(t->ctx, t->comm, &sizes, dtype, &t->model));
+    DPL_TRY(dpl_model_create(t->ctx, t->comm, &sizes, dpl_options_dtype(t->o), &t->model));
     DPL_TRY(dpl_model_begin_training(t->model));
     dpl_options_warn(t->o, &sizes);
-    if (!from->dir[0])
-        dpl_options_init(t->o, t->model);
-    else if (!from->full)
-        return dpl_model_load(t->model, from->dir);
+    if (!from->dir[0]) dpl_options_init(t->o, t->model);
+    else if (!from->full) return dpl_model_load(t->model, from->dir);
     return DPL_OK; // everything else is loaded when there is an optimizer
 }
 
@@ -77,9 +72,9 @@ static dpl_status open_batches(dpl_trainer *t) {
     DPL_TRY(dpl_tokens_alloc(B, S, &t->micro));
     DPL_TRY(dpl_tokens_alloc(own > 0 ? (size_t)own : B, S, &t->eval));
     DPL_TRY(dpl_data_open(t->o, n_rows, t->model->config.vocab, &t->data));
-    if (t->o->eval_interval > 0 && dpl_data_samples(t->data, true) == 0)
-        return dpl_fail(DPL_EINVAL, "eval_interval needs data: eval_dataset_path is empty, "
-                                    "eval_split_fraction is 0 or its part too short");
+    DPL_CHECK(t->o->eval_interval <= 0 || dpl_data_samples(t->data, true) > 0,
+              "eval_interval needs data: eval_dataset_path is empty, eval_split_fraction is 0 or "
+              "its part too short");
     t->step_flops = (double)(n_rows / B) * dpl_model_flops(&t->model->config, B, S);
     return DPL_OK;
 }
@@ -112,8 +107,7 @@ static dpl_status open_parts(dpl_trainer *t) {
 }
 
 dpl_status dpl_trainer_open(dpl_ctx *ctx, const dpl_config *config, dpl_trainer **trainer_out) {
-    if (!ctx || !config || !trainer_out)
-        return dpl_fail(DPL_EINVAL, "dpl_trainer_open: an argument is NULL");
+    DPL_CHECK(ctx && config && trainer_out, "dpl_trainer_open: an argument is NULL");
     dpl_trainer *t = dpl_alloc(sizeof *t);
     if (!t) return dpl_fail(DPL_ENOMEM, "no memory for a trainer");
     t->ctx = ctx;
@@ -151,9 +145,4 @@ const char *dpl_trainer_run_dir(const dpl_trainer *trainer) {
 
 void dpl_trainer_stop(dpl_trainer *trainer) {
     if (trainer) atomic_store(&trainer->stop, true);
-}
-
-dpl_status dpl_trainer_save(dpl_trainer *trainer) {
-    if (!trainer) return dpl_fail(DPL_EINVAL, "dpl_trainer_save: the trainer is NULL");
-    return dpl_checkpoint_save(trainer);
 }
