@@ -15,15 +15,21 @@ typedef struct cli_option {
     const char *name;  // "--tokens"; NULL ends a list
     const char *value; // what help calls its value, "N"; NULL: a flag
     const char *help;
+    double low, high, missing; // of a number; high 0: none
+    bool whole;
 } cli_option;
+#define CLI_TEXT(name, value, help) \
+    { name, value, help, 0, 0, 0, false }
+#define CLI_FLAG(name, help) CLI_TEXT(name, NULL, help)
 
 typedef struct cli_command cli_command;
 
 typedef struct cli_args {
     const cli_command *command;
     const char *option[CLI_OPTIONS_MAX]; // as in the command's list: NULL: not given; flags: ""
-    const char **positional;             // as many as the command asks for
-    const char **settings;               // key=value
+    double number[CLI_OPTIONS_MAX];
+    const char **positional; // as many as the command asks for
+    const char **settings;   // key=value
     size_t n_settings;
     dpl_config *config; // what the command opens; main closes all three
     dpl_ctx *ctx;
@@ -49,13 +55,10 @@ int cli_usage(const cli_command *command, const char *format, ...)
 int cli_fail(void);
 int cli_fail_setting(dpl_status status);
 
-// The option's number; `missing` if it was not given. False after an error on stderr.
-bool cli_number(const cli_args *args, size_t option, double missing, double low, double high,
-                bool whole, double *value_out);
-
-// Puts the settings over args->config and opens args->ctx with its threads. `opened` is the status
-// of opening the former. Returns an exit code.
-int cli_open(cli_args *args, dpl_status opened);
+// Opens args->config, which the first positional or the model there has, puts the settings over it,
+// opens args->ctx with its threads, and the model. Returns an exit code.
+typedef enum cli_source { CLI_DEFAULTS, CLI_CONFIG, CLI_MODEL } cli_source;
+int cli_open(cli_args *args, cli_source source);
 
 // bench/bench.h, linked into the program. argv[0] is the kind of benchmark. Returns an exit code.
 int dpl_bench_main(int argc, char **argv);

@@ -13,16 +13,6 @@
 
 #include "cli.h"
 
-// The model at PATH, with its own options under the settings.
-static int open_model(cli_args *args) {
-    const char *path = args->positional[0];
-    if (dpl_config_open_model(path, &args->config) != DPL_OK) return cli_fail();
-    const int code = cli_open(args, DPL_OK);
-    if (code != CLI_OK) return code;
-    const dpl_status status = dpl_model_open(args->ctx, path, args->config, &args->model);
-    return status == DPL_OK ? CLI_OK : cli_fail();
-}
-
 /* ---- eval ---- */
 
 enum { DATA, EVAL_JSON };
@@ -41,7 +31,7 @@ static int evaluate(cli_args *args) {
     uint64_t n;
     char perplexity[32] = "null"; // JSON has no infinity
     if (!data) return cli_usage(args->command, "--data FILE is missing");
-    const int code = open_model(args);
+    const int code = cli_open(args, CLI_MODEL);
     if (code != CLI_OK) return code;
     if (dpl_model_eval(args->model, data, args->config, progress, NULL, &loss, &n) != DPL_OK)
         return cli_fail();
@@ -62,8 +52,9 @@ const cli_command cli_eval = {
     "dataset_type, dtype, threads.",
     evaluate,
     1,
-    {{"--data", "FILE", "text, or with dataset_type=bin token shard, or a folder of them (needed)"},
-     {"--json", NULL, "print one JSON object"}},
+    {CLI_TEXT("--data", "FILE",
+              "text, or with dataset_type=bin token shard, or a folder of them (needed)"),
+     CLI_FLAG("--json", "print one JSON object")},
 };
 
 /* ---- generate ---- */
@@ -132,9 +123,10 @@ static int stream(dpl_generator *generator, size_t n_tokens, bool as_ids) {
     return CLI_OK;
 }
 
-static int answer(cli_args *args, const prompt *p, size_t n_tokens, dpl_generator_options *o) {
+static int answer(cli_args *args, const prompt *p) {
     dpl_model_info info = {.struct_bytes = sizeof info};
     dpl_generator *generator = NULL;
+    size_t n_tokens = (size_t)args->number[TOKENS];
     const bool as_ids = args->option[PROMPT_IDS] != NULL;
     if (dpl_model_get_info(args->model, &info) != DPL_OK) return cli_fail();
     if (!as_ids && info.vocab > 256) {
@@ -147,8 +139,9 @@ static int answer(cli_args *args, const prompt *p, size_t n_tokens, dpl_generato
         return cli_usage(args->command,
                          "a prompt of %zu and --tokens %zu are more than the model's %zu positions",
                          p->n, n_tokens, info.positions_max);
-    o->tokens_max = p->n + n_tokens;
-    dpl_status status = dpl_generator_open(args->model, o, &generator);
+    const dpl_generator_options o = {sizeof o, p->n + n_tokens, args->number[TEMPERATURE],
+                                     args->number[TOP_P], (uint64_t)args->number[SEED]};
+    dpl_status status = dpl_generator_open(args->model, &o, &generator);
     if (status == DPL_OK) status = dpl_generator_feed(generator, p->ids, p->n);
     const int code = status == DPL_OK ? stream(generator, n_tokens, as_ids) : cli_fail();
     dpl_generator_close(&generator);
@@ -156,20 +149,12 @@ static int answer(cli_args *args, const prompt *p, size_t n_tokens, dpl_generato
 }
 
 static int generate(cli_args *args) {
-    dpl_generator_options o = {.struct_bytes = sizeof o};
     prompt p = {NULL, 0};
-    double n_tokens, seed;
-    if (!cli_number(args, TOKENS, 200, 0, 1e9, true, &n_tokens) ||
-        !cli_number(args, TEMPERATURE, 1, 0, 1e6, false, &o.temperature) ||
-        !cli_number(args, TOP_P, 1, 1e-9, 1, false, &o.top_p) ||
-        !cli_number(args, SEED, 0, 0, 0x1p53, true, &seed))
-        return CLI_USAGE;
     if (args->option[PROMPT] && args->option[PROMPT_IDS])
         return cli_usage(args->command, "--prompt and --prompt-ids exclude each other");
-    o.seed = (uint64_t)seed;
     int code = read_prompt(args, &p);
-    if (code == CLI_OK) code = open_model(args);
-    if (code == CLI_OK) code = answer(args, &p, (size_t)n_tokens, &o);
+    if (code == CLI_OK) code = cli_open(args, CLI_MODEL);
+    if (code == CLI_OK) code = answer(args, &p);
     free(p.ids);
     return code;
 }
@@ -182,12 +167,13 @@ const cli_command cli_generate = {
     "options and seed give equal text. Keys that matter: dtype, threads.",
     generate,
     1,
-    {{"--prompt", "TEXT", "what to continue, as bytes; -: from stdin; default: a line end"},
-     {"--prompt-ids", "I,J,...", "token ids instead; the answer is then printed as ids"},
-     {"--tokens", "N", "tokens to generate (default 200, or what fits)"},
-     {"--temperature", "X", "0: always the likeliest token (default 1)"},
-     {"--top-p", "P", "draw from the likeliest tokens with this probability together (default 1)"},
-     {"--seed", "N", "of the draws (default 0)"}},
+    {CLI_TEXT("--prompt", "TEXT", "what to continue, as bytes; -: from stdin; default: a line end"),
+     CLI_TEXT("--prompt-ids", "I,J,...", "token ids instead; the answer is then printed as ids"),
+     {"--tokens", "N", "tokens to generate (default 200, or what fits)", 0, 1e9, 200, true},
+     {"--temperature", "X", "0: always the likeliest token (default 1)", 0, 1e6, 1, false},
+     {"--top-p", "P", "draw from the likeliest tokens with this probability together (default 1)",
+      1e-9, 1, 1, false},
+     {"--seed", "N", "of the draws (default 0)", 0, 0x1p53, 0, true}},
 };
 
 /* ---- inspect ---- */
@@ -215,8 +201,8 @@ const cli_command cli_inspect = {
     "MaxText's count for training on sequences of max_target_length.",
     inspect,
     1,
-    {{"--json", NULL, "print one JSON object"},
-     {"--memory", NULL, "bytes that training and generation need, too"}},
+    {CLI_FLAG("--json", "print one JSON object"),
+     CLI_FLAG("--memory", "bytes that training and generation need, too")},
 };
 
 /* ---- probe ---- */
@@ -225,12 +211,10 @@ enum { GRAD, STEPS };
 
 static int probe(cli_args *args) {
     const char **paths = args->positional;
-    double n_steps;
-    if (!cli_number(args, STEPS, 0, 0, 1e6, true, &n_steps)) return CLI_USAGE;
     // The settings go to the library; the number of threads is needed before.
-    const int code = cli_open(args, dpl_config_open(NULL, &args->config));
+    const int code = cli_open(args, CLI_DEFAULTS);
     if (code != CLI_OK) return code;
-    const dpl_probe_options o = {sizeof o, args->option[GRAD] != NULL, (size_t)n_steps,
+    const dpl_probe_options o = {sizeof o, args->option[GRAD] != NULL, (size_t)args->number[STEPS],
                                  args->settings, args->n_settings};
     const dpl_status status = dpl_model_probe(args->ctx, paths[0], paths[1], paths[2], &o);
     return status == DPL_OK ? CLI_OK : cli_fail();
@@ -248,6 +232,7 @@ const cli_command cli_probe = {
     "router.L.bias_next too).",
     probe,
     3,
-    {{"--grad", NULL, "write gradients too: grad.NAME, dhidden.L"},
-     {"--steps", "N", "write the parameters after N optimizer steps on this batch: adamwN.NAME"}},
+    {CLI_FLAG("--grad", "write gradients too: grad.NAME, dhidden.L"),
+     {"--steps", "N", "write the parameters after N optimizer steps on this batch: adamwN.NAME", 0,
+      1e6, 0, true}},
 };

@@ -68,7 +68,7 @@ static int train(cli_args *args) {
     dpl_trainer *trainer = NULL;
     progress p = {.terminal = isatty(STDOUT_FILENO) == 1};
     const dpl_trainer_events events = {.arg = &p, .line = on_line, .step = on_step};
-    const int code = cli_open(args, dpl_config_open(args->positional[0], &args->config));
+    const int code = cli_open(args, CLI_CONFIG);
     if (code != CLI_OK) return code;
     if (dpl_trainer_open(args->ctx, args->config, &trainer) != DPL_OK) return cli_fail();
     running = trainer;
@@ -93,5 +93,5 @@ const cli_command cli_train = {
     "step, writes a checkpoint and exits with 0; a second one exits at once.",
     train,
     1,
-    {{NULL, NULL, NULL}},
+    {CLI_FLAG(NULL, NULL)},
 };

@@ -77,6 +77,20 @@ static int parse_option(int argc, char **argv, int *i, cli_args *args) {
     return cli_usage(c, "unknown option '%.*s'", (int)n, text);
 }
 
+static int parse_numbers(cli_args *args) {
+    for (size_t i = 0; args->command->options[i].name; i++) {
+        const cli_option *o = &args->command->options[i];
+        const char *text = args->option[i];
+        char *end;
+        const double x = args->number[i] = text ? strtod(text, &end) : o->missing;
+        if (!text || o->high == 0) continue;
+        if (end == text || *end || !(x >= o->low && x <= o->high) || (o->whole && x != floor(x)))
+            return cli_usage(args->command, "%s is '%s', expected a %snumber from %g to %g",
+                             o->name, text, o->whole ? "whole " : "", o->low, o->high);
+    }
+    return CLI_OK;
+}
+
 static int parse(int argc, char **argv, cli_args *args) {
     const cli_command *c = args->command;
     size_t n = 0;
@@ -95,7 +109,7 @@ static int parse(int argc, char **argv, cli_args *args) {
             return cli_usage(c, "unexpected argument '%s', expected key=value", argv[i]);
         }
     }
-    if (n == c->n_positional) return CLI_OK;
+    if (n == c->n_positional) return parse_numbers(args);
     return cli_usage(c, "%zu of %zu arguments are missing", c->n_positional - n, c->n_positional);
 }
 
@@ -118,25 +132,19 @@ static int run_command(const cli_command *command, int argc, char **argv) {
     return code;
 }
 
-bool cli_number(const cli_args *args, size_t option, double missing, double low, double high,
-                bool whole, double *value_out) {
-    const char *text = args->option[option];
-    char *end = NULL;
-    *value_out = text ? strtod(text, &end) : missing;
-    if (!text || (end != text && !*end && *value_out >= low && *value_out <= high &&
-                  (!whole || *value_out == floor(*value_out))))
-        return true;
-    (void)cli_usage(args->command, "%s is '%s', expected a %snumber from %g to %g",
-                    args->command->options[option].name, text, whole ? "whole " : "", low, high);
-    return false;
-}
-
-int cli_open(cli_args *args, dpl_status opened) {
-    for (size_t i = 0; i < args->n_settings && opened == DPL_OK; i++)
-        opened = dpl_config_set(args->config, args->settings[i]);
-    if (opened != DPL_OK) return cli_fail_setting(opened);
-    const int n_threads = atoi(dpl_config_get(args->config, "threads"));
-    return dpl_ctx_open(n_threads, &args->ctx) == DPL_OK ? CLI_OK : cli_fail();
+int cli_open(cli_args *args, cli_source source) {
+    const char *path = source == CLI_DEFAULTS ? NULL : args->positional[0];
+    dpl_status status;
+    if (source == CLI_MODEL && dpl_config_open_model(path, &args->config) != DPL_OK)
+        return cli_fail();
+    status = source == CLI_MODEL ? DPL_OK : dpl_config_open(path, &args->config);
+    for (size_t i = 0; i < args->n_settings && status == DPL_OK; i++)
+        status = dpl_config_set(args->config, args->settings[i]);
+    if (status != DPL_OK) return cli_fail_setting(status);
+    status = dpl_ctx_open(atoi(dpl_config_get(args->config, "threads")), &args->ctx);
+    if (status == DPL_OK && source == CLI_MODEL)
+        status = dpl_model_open(args->ctx, path, args->config, &args->model);
+    return status == DPL_OK ? CLI_OK : cli_fail();
 }
 
 /* ---- the program ---- */
