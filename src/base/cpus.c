@@ -1,11 +1,11 @@
 /*
- * cpus.c - how many processors this process may really use: the affinity mask, cut to the quota of
- * its control groups (both versions). Asked when a pool opens without a given number of threads.
+ * cpus.c - what this process may really use: how many processors (the affinity mask, cut to the
+ * quota of its control groups, both versions), and which instruction-set level (granted only when
+ * the processor and the system have all of its features). Asked when a pool or a context opens.
  *
  * A quota is rounded down: threads that wait for each other lose more by being throttled together
  * than they gain by a fraction of a processor.
  */
-#include <errno.h>
 #include <limits.h>
 #include <sched.h>
 #include <stdio.h>
@@ -13,20 +13,7 @@
 
 #include "base/base.h"
 
-static int cpus_in_mask(void) {
-    // The mask of a machine with more than 1024 processors does not fit cpu_set_t.
-    for (int n_max = 1024; n_max <= 1 << 20; n_max *= 2) {
-        cpu_set_t *mask = CPU_ALLOC((size_t)n_max);
-        if (!mask) break;
-        const size_t bytes = CPU_ALLOC_SIZE((size_t)n_max);
-        const int rc = sched_getaffinity(0, bytes, mask);
-        const bool too_small = rc < 0 && errno == EINVAL;
-        const int n = rc < 0 ? 0 : CPU_COUNT_S(bytes, mask);
-        CPU_FREE(mask);
-        if (!too_small) return n;
-    }
-    return 0;
-}
+/* ---- how many ------------------------------------------------------------------------------- */
 
 // The numbers at the start of a file's first line: how many of two.
 static int read_numbers(const char *folder, const char *name, long long out[2]) {
@@ -40,15 +27,11 @@ static int read_numbers(const char *folder, const char *name, long long out[2]) 
 }
 
 static int cut_by_group(const char *folder, bool v2, int cpus) {
-    long long v[2] = {0}, period[2] = {0};
-    if (v2) { // "max 100000" has no quota and does not scan.
-        if (read_numbers(folder, "cpu.max", v) < 2) return cpus;
-    } else {
-        if (read_numbers(folder, "cpu.cfs_quota_us", v) < 1) return cpus;
-        if (read_numbers(folder, "cpu.cfs_period_us", period) < 1) return cpus;
-        v[1] = period[0];
-    }
-    if (v[0] <= 0 || v[1] <= 0) return cpus;
+    long long v[3] = {0}; // quota, period; "max 100000" has no quota and does not scan.
+    const bool found = v2 ? read_numbers(folder, "cpu.max", v) == 2
+                          : read_numbers(folder, "cpu.cfs_quota_us", v) > 0 &&
+                                read_numbers(folder, "cpu.cfs_period_us", v + 1) > 0;
+    if (!found || v[0] <= 0 || v[1] <= 0) return cpus;
     return (int)DPL_MIN((long long)cpus, DPL_MAX(v[0] / v[1], 1));
 }
 
@@ -80,5 +63,50 @@ int dpl_cpus_quota(const char *proc_cgroup, const char *root, int cpus) {
 }
 
 int dpl_cpus_allowed(void) {
-    return dpl_cpus_quota("/proc/self/cgroup", "/sys/fs/cgroup", DPL_MAX(cpus_in_mask(), 1));
+    cpu_set_t mask[64]; // 65,536 processors; machines exist that have more than fit one set.
+    const int rc = sched_getaffinity(0, sizeof mask, mask);
+    const int n = rc < 0 ? 1 : CPU_COUNT_S(sizeof mask, mask);
+    return dpl_cpus_quota("/proc/self/cgroup", "/sys/fs/cgroup", n);
+}
+
+/* ---- which level ---------------------------------------------------------------------------- */
+
+static const char *const level_names[DPL_CPU_N] = {
+#define LEVEL_NAME(id, name) name,
+    DPL_CPU_MAP(LEVEL_NAME)
+#undef LEVEL_NAME
+};
+
+const char *dpl_cpu_level_name(dpl_cpu_level level) {
+    return (unsigned)level < DPL_CPU_N ? level_names[level] : "unknown";
+}
+
+static dpl_cpu_level machine_level(void) {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return DPL_CPU_REF;
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+        return DPL_CPU_AVX512;
+    return DPL_CPU_AVX2;
+#else
+    return DPL_CPU_REF;
+#endif
+}
+
+dpl_status dpl_cpu_level_detect(dpl_cpu_level *level_out) {
+    const dpl_cpu_level best = machine_level();
+    const char *wanted = getenv("DPL_CPU");
+    const bool given = wanted && wanted[0];
+    char possible[64] = "";
+    size_t used = 0;
+    for (unsigned i = 0; i <= (unsigned)best; i++) {
+        if (given ? !strcmp(wanted, level_names[i]) : i == (unsigned)best) {
+            *level_out = (dpl_cpu_level)i;
+            return DPL_OK;
+        }
+        used += (size_t)snprintf(possible + used, sizeof possible - used, "%s%s", i ? ", " : "",
+                                 level_names[i]);
+    }
+    return dpl_fail(DPL_EINVAL, "DPL_CPU=%s: this machine can do %s", wanted, possible);
 }
