@@ -43,17 +43,15 @@ dpl_status dpl_map_open(const char *path, dpl_map *map_out) {
     const int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     if (fd < 0) return dpl_fail(DPL_EIO, "cannot open %s: %m", path);
     struct stat st;
-    dpl_status status = DPL_OK;
-    void *data = NULL;
-    if (fstat(fd, &st) != 0) status = dpl_fail(DPL_EIO, "cannot read %s: %m", path);
-    else if (!S_ISREG(st.st_mode))
-        status = dpl_fail(DPL_EIO, "cannot read %s: not a regular file", path);
-    else if (st.st_size > 0) // The system refuses mappings of nothing.
+    void *data = fstat(fd, &st) == 0 ? NULL : MAP_FAILED;
+    const bool regular = !data && S_ISREG(st.st_mode);
+    if (regular && st.st_size > 0) // The system refuses mappings of nothing.
         data = mmap(NULL, (size_t)st.st_size, PROT_READ, MAP_PRIVATE, fd, 0);
-    if (data == MAP_FAILED) status = dpl_fail(DPL_EIO, "cannot map %s: %m", path);
     close(fd);
-    if (status == DPL_OK) *map_out = (dpl_map){data ? data : "", (size_t)st.st_size};
-    return status;
+    if (data == MAP_FAILED) return dpl_fail(DPL_EIO, "cannot read %s: %m", path);
+    if (!regular) return dpl_fail(DPL_EIO, "cannot read %s: not a regular file", path);
+    *map_out = (dpl_map){data ? data : "", (size_t)st.st_size};
+    return DPL_OK;
 }
 
 void dpl_map_close(dpl_map *map) {
@@ -166,9 +164,7 @@ dpl_status dpl_out_write(dpl_out *out, const void *data, size_t bytes) {
         at += n;
         left -= (size_t)n;
     }
-    if (!fault) return DPL_OK;
-    errno = ENOSPC;
-    return dpl_fail(DPL_EIO, "cannot write %s: %m", out->path);
+    return fault ? dpl_fail(DPL_EIO, "cannot write %s: %s", out->path, strerror(ENOSPC)) : DPL_OK;
 }
 
 dpl_status dpl_out_commit(dpl_out *out) {
@@ -197,8 +193,8 @@ void dpl_out_abandon(dpl_out *out) {
 dpl_status dpl_write_file(const char *path, const void *data, size_t bytes) {
     dpl_out out;
     DPL_TRY(dpl_out_open(path, &out));
-    dpl_status status = dpl_out_write(&out, data, bytes);
-    if (status == DPL_OK) status = dpl_out_commit(&out);
+    const dpl_status status = dpl_out_write(&out, data, bytes);
+    if (status == DPL_OK) return dpl_out_commit(&out);
     dpl_out_abandon(&out);
     return status;
 }
@@ -228,8 +224,7 @@ dpl_status dpl_stage_commit(const char *staged_path, const char *final_path) {
     if (swap) rc = rename_path(staged_path, final_path, RENAME_EXCHANGE);
     if (swap && rc != 0 && (errno == EINVAL || errno == ENOSYS))
         return dpl_fail(DPL_ENOSUP,
-                        "this file system cannot replace %s in one step: remove it "
-                        "first",
+                        "this file system cannot replace %s in one step: remove it first",
                         final_path);
     if (rc != 0) return dpl_fail(DPL_EIO, "cannot rename %s to %s: %m", staged_path, final_path);
     DPL_TRY(sync_path(dir));

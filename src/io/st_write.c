@@ -111,7 +111,7 @@ typedef struct shard_plan {
     dpl_st_tensor *tensors; // in the order of writing
     size_t *source;         // their numbers in the caller's list
     size_t n_tensors, n_shards;
-    uint64_t shard_bytes, total_bytes;
+    uint64_t shard_bytes;
     json_t *index;
 } shard_plan;
 
@@ -131,47 +131,35 @@ static size_t shard_end(const shard_plan *plan, size_t first) {
     return plan->n_tensors;
 }
 
-// Orders the tensors by width and counts their shards.
+// Orders the tensors by width, cuts them into shards and lists those in the index.
 static dpl_status make_plan(shard_plan *plan, const dpl_st_tensor *tensors) {
     const size_t n = plan->n_tensors;
     plan->tensors = dpl_alloc_array(n, sizeof *plan->tensors);
     plan->source = dpl_alloc_array(n, sizeof *plan->source);
-    if (!plan->tensors || !plan->source)
+    json_t *map = json_object();
+    plan->index = json_pack("{s:o}", "weight_map", map);
+    if (!plan->tensors || !plan->source || !plan->index)
         return dpl_fail(DPL_ENOMEM, "no memory to write %s", plan->dir);
+    uint64_t total_bytes = 0;
+    for (size_t i = 0; i < n; i++) DPL_TRY(add_tensor(plan->dir, map, &tensors[i], &total_bytes));
     dpl_st_tensor *next = plan->tensors;
     for (size_t i = 0; i < 4 * n; i++) { // widths 8, 4, 2, 1
-        const dpl_st_tensor *tensor = &tensors[i % n];
-        uint64_t bytes;
-        if (!dpl_st_shape_bytes(tensor, &bytes) || bytes > INT64_MAX - plan->total_bytes)
-            return dpl_fail(DPL_EINVAL, "tensor %s has no valid dtype and shape", tensor->name);
-        if (dpl_st_dtype_bytes(tensor->dtype) != 8u >> i / n) continue;
+        if (dpl_st_dtype_bytes(tensors[i % n].dtype) != 8u >> i / n) continue;
         plan->source[next - plan->tensors] = i % n;
-        *next = *tensor;
-        next++->bytes = bytes;
-        plan->total_bytes += bytes;
+        *next = tensors[i % n];
+        (void)dpl_st_shape_bytes(next, &next->bytes);
+        next++;
     }
     for (size_t i = shard_end(plan, 0); i < n; i = shard_end(plan, i)) plan->n_shards++;
-    return DPL_OK;
-}
-
-static dpl_status make_index(shard_plan *plan) {
-    json_t *map = json_object();
-    plan->index = json_pack("{s:{s:I}, s:o}", "metadata", "total_size",
-                            (json_int_t)plan->total_bytes, "weight_map", map);
-    if (!plan->index) return dpl_fail(DPL_ENOMEM, "no memory to write %s", plan->dir);
-    for (size_t i = 0, end = 0, i_shard = 0; i < plan->n_tensors; i++) {
-        const char *name = plan->tensors[i].name;
+    int rc = json_object_set_new(plan->index, "metadata",
+                                 json_pack("{s:I}", "total_size", (json_int_t)total_bytes));
+    for (size_t i = 0, end, i_shard = 0; i < n; i_shard++) {
         char file[NAME_BYTES];
-        if (i == end) {
-            end = shard_end(plan, i);
-            shard_name(plan, i_shard++, file);
-        }
-        if (json_object_get(map, name))
-            return dpl_fail(DPL_EINVAL, "%s: the name %s is taken", plan->dir, name);
-        if (json_object_set_new(map, name, json_string(file)) != 0)
-            return dpl_fail(DPL_EINVAL, "%s: the name %s is not UTF-8", plan->dir, name);
+        shard_name(plan, i_shard, file);
+        for (end = shard_end(plan, i); i < end; i++)
+            rc |= json_object_set_new(map, plan->tensors[i].name, json_string(file));
     }
-    return DPL_OK;
+    return rc == 0 ? DPL_OK : dpl_fail(DPL_ENOMEM, "no memory to write %s", plan->dir);
 }
 
 static dpl_status write_shard(const shard_plan *plan, size_t i_shard, size_t first, size_t end,
@@ -226,7 +214,6 @@ dpl_status dpl_shards_write(const char *dir, const dpl_st_tensor *tensors, size_
     char path[PATH_MAX];
     dpl_status status = dpl_path_join(dir, DPL_ST_INDEX, path);
     if (status == DPL_OK) status = make_plan(&plan, tensors);
-    if (status == DPL_OK) status = make_index(&plan);
     for (size_t i = 0, first = 0, end; i < plan.n_shards && status == DPL_OK; i++, first = end) {
         end = shard_end(&plan, first);
         status = write_shard(&plan, i, first, end, fill, arg);
