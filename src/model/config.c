@@ -102,6 +102,8 @@ static void set_value(const field *f, double value, dpl_model_config *c) {
 
 /* ---- checks ---- */
 
+#define EXPECT(condition, ...) DPL_TRY((condition) ? DPL_OK : dpl_fail(DPL_EINVAL, __VA_ARGS__))
+
 static dpl_status check_range(const char *key, double value, double low, double high) {
     if (value >= low && value <= high) return DPL_OK;
     return dpl_fail(DPL_EINVAL, "%s is %.15g, expected %.15g to %.15g", key, value, low, high);
@@ -114,94 +116,47 @@ static dpl_status check_fields(const field *fields, size_t n, const dpl_model_co
 }
 
 static dpl_status check_experts(const dpl_model_config *c) {
-    const size_t e = c->n_experts, layers = c->n_layers + c->n_mtp;
-    if (c->n_dense > c->n_layers)
-        return dpl_fail(DPL_EINVAL,
-                        "first_num_dense_layers is %zu, expected at most "
-                        "base_num_decoder_layers = %zu",
-                        c->n_dense, c->n_layers);
-    if (e == 0 && layers == c->n_dense) return DPL_OK;
-    if (e == 0)
-        return dpl_fail(DPL_EINVAL,
-                        "num_experts is 0 but %zu layers are MoE layers, expected at "
-                        "least 1",
-                        layers - c->n_dense);
+    const size_t e = c->n_experts, layers = c->n_layers + c->n_mtp, n_moe = layers - c->n_dense;
+    EXPECT(c->n_dense <= c->n_layers,
+           "first_num_dense_layers is %zu, expected at most base_num_decoder_layers = %zu",
+           c->n_dense, c->n_layers);
+    if (e == 0 && n_moe == 0) return DPL_OK;
+    EXPECT(e > 0, "num_experts is 0 but %zu layers are MoE layers, expected at least 1", n_moe);
     DPL_TRY(check_range("num_experts_per_tok", (double)c->top_k, 1, (double)e));
     DPL_TRY(check_range("n_routing_groups", (double)c->n_groups, 1, (double)e));
     DPL_TRY(check_range("topk_routing_group", (double)c->top_groups, 1, (double)c->n_groups));
     DPL_TRY(check_fields(expert_fields, DPL_COUNT(expert_fields), c));
-    if (e * layers > 1 << 20)
-        return dpl_fail(DPL_EINVAL, "num_experts %zu in %zu layers, expected at most %d together",
-                        e, layers, 1 << 20);
+    EXPECT(e * layers <= 1 << 20, "num_experts %zu in %zu layers, expected at most %d together", e,
+           layers, 1 << 20);
     const size_t each = e / c->n_groups;
-    if (e % c->n_groups)
-        return dpl_fail(DPL_EINVAL, "num_experts %zu is not divisible by n_routing_groups %zu", e,
-                        c->n_groups);
-    if (c->n_groups > 1 && each < 2)
-        return dpl_fail(DPL_EINVAL,
-                        "n_routing_groups %zu leaves %zu expert a group, expected at "
-                        "least 2 (a group's score is the sum of its two best)",
-                        c->n_groups, each);
-    if (c->top_k > c->top_groups * each)
-        return dpl_fail(DPL_EINVAL,
-                        "num_experts_per_tok %zu is more than the %zu experts of "
-                        "topk_routing_group = %zu groups",
-                        c->top_k, c->top_groups * each, c->top_groups);
+    EXPECT(e % c->n_groups == 0, "num_experts %zu is not divisible by n_routing_groups %zu", e,
+           c->n_groups);
+    EXPECT(
+        c->n_groups == 1 || each >= 2,
+        "n_routing_groups %zu leaves %zu expert a group, expected at least 2 (a group's score is "
+        "the sum of its two best)",
+        c->n_groups, each);
+    EXPECT(
+        c->top_k <= c->top_groups * each,
+        "num_experts_per_tok %zu is more than the %zu experts of topk_routing_group = %zu groups",
+        c->top_k, c->top_groups * each, c->top_groups);
     return DPL_OK;
-}
-
-// Elements of one attention block's matrices. Counts are doubles: exact, and they do not wrap.
-static double attention_weights(const dpl_model_config *c) {
-    const double d = (double)c->d, h = (double)c->n_heads, latent = (double)c->kv_lora;
-    const double qk = h * (double)(c->d_nope + c->d_rope);
-    return (c->q_lora ? (d + qk) * (double)c->q_lora : d * qk) + d * (latent + (double)c->d_rope) +
-           latent * h * (double)(c->d_nope + c->d_v) + h * (double)c->d_v * d;
-}
-
-// Elements of the router, the shared experts and `experts` others.
-static double moe_weights(const dpl_model_config *c, size_t experts) {
-    return (double)c->d *
-           ((double)c->n_experts + 3 * (double)c->moe_f * (double)(experts + c->n_shared));
-}
-
-static double count_params(const dpl_model_config *c, size_t experts) {
-    const double d = (double)c->d, lora = (double)(c->q_lora + c->kv_lora);
-    const double vectors = 2 * d + lora + (c->attention_bias ? lora + (double)c->d_rope + d : 0);
-    return (c->tied ? 1 : 2) * d * (double)c->vocab + d +
-           (double)c->n_layers * (attention_weights(c) + vectors) +
-           (double)c->n_dense * 3 * d * (double)c->mlp_f +
-           (double)(c->n_layers - c->n_dense) * moe_weights(c, experts);
-}
-
-// Each size alone may be large; together they must leave every count of elements within 64 bits.
-static dpl_status check_total(const dpl_model_config *c) {
-    dpl_model_config all = *c;
-    all.n_layers += c->n_mtp;
-    all.moe_f += 16; // padding in memory
-    const double total = count_params(&all, c->n_experts) +
-                         2 * (double)c->n_mtp * (double)c->d * (double)c->d;
-    if (total < 0x1p50) return DPL_OK;
-    return dpl_fail(DPL_EINVAL, "these sizes make about %g parameters, expected less than 2^50",
-                    total);
 }
 
 dpl_status dpl_model_config_check(const dpl_model_config *c) {
     DPL_TRY(check_fields(model_fields, DPL_COUNT(model_fields), c));
-    if (c->d_rope % 2)
-        return dpl_fail(DPL_EINVAL, "qk_rope_head_dim is %zu, expected an even number", c->d_rope);
-    if (c->n_dense > 0 && c->mlp_f == 0)
-        return dpl_fail(DPL_EINVAL, "base_mlp_dim is 0, expected at least 1");
-    if (c->eps <= 0 || c->eps >= 1)
-        return dpl_fail(DPL_EINVAL,
-                        "normalization_layer_epsilon is %g, expected more than 0 and "
-                        "less than 1",
-                        c->eps);
-    if (!(c->rope.theta > 1 && isfinite(c->rope.theta)))
-        return dpl_fail(DPL_EINVAL, "rope_max_timescale is %g, expected more than 1",
-                        c->rope.theta);
+    EXPECT(c->d_rope % 2 == 0, "qk_rope_head_dim is %zu, expected an even number", c->d_rope);
+    EXPECT(c->n_dense == 0 || c->mlp_f > 0, "base_mlp_dim is 0, expected at least 1");
+    EXPECT(c->eps > 0 && c->eps < 1,
+           "normalization_layer_epsilon is %g, expected more than 0 and less than 1", c->eps);
+    EXPECT(c->rope.theta > 1 && isfinite(c->rope.theta),
+           "rope_max_timescale is %g, expected more than 1", c->rope.theta);
     if (c->rope.yarn) DPL_TRY(check_fields(yarn_fields, DPL_COUNT(yarn_fields), c));
     DPL_TRY(check_experts(c));
-    return check_total(c);
+    // Each size alone may be large; together they leave every count of elements within 64 bits.
+    const double total = dpl_params_count(c, true, c->n_experts, false);
+    EXPECT(total < 0x1p50, "these sizes make about %g parameters, expected less than 2^50", total);
+    return DPL_OK;
 }
 
 /* ---- config.json ---- */
@@ -247,16 +202,19 @@ static dpl_status expect_number(const json_t *object, const char *key, const cha
                     json_number_value(value), name, good);
 }
 
-// A text that must be one of two (also NULL: of one) if it is there. good_out: the first, or none.
+static bool is_text(const json_t *object, const char *key, const char *text) {
+    const char *value = json_string_value(json_object_get(object, key));
+    return value && text && strcmp(value, text) == 0;
+}
+
+// A text that must be one of two (also NULL: of one) if it is there.
 static dpl_status expect_text(const json_t *object, const char *key, const char *good,
-                              const char *also, bool *good_out) {
+                              const char *also) {
     const json_t *value = json_object_get(object, key);
-    const char *text = json_string_value(value);
-    *good_out = !is_given(value) || (text && strcmp(text, good) == 0);
-    if (*good_out || (text && also && strcmp(text, also) == 0)) return DPL_OK;
+    if (!is_given(value) || is_text(object, key, good) || is_text(object, key, also)) return DPL_OK;
     return dpl_fail(DPL_ENOSUP, "\"%s\" is \"%s\", only \"%s\"%s%s%s is supported", key,
-                    text ? text : "(not text)", good, also ? " or \"" : "", also ? also : "",
-                    also ? "\"" : "");
+                    json_is_string(value) ? json_string_value(value) : "(not text)", good,
+                    also ? " or \"" : "", also ? also : "", also ? "\"" : "");
 }
 
 // The older form has rope_theta and rope_scaling, the newer one both in rope_parameters.
@@ -270,24 +228,23 @@ static dpl_status read_rope(const json_t *object, dpl_model_config *c) {
     DPL_TRY(read_fields(base, theta_field, 1, c));
     DPL_TRY(expect_number(base, "partial_rotary_factor", "", 1));
     if (!is_given(scaling)) return DPL_OK;
-    bool plain;
     const char *key = json_object_get(scaling, "rope_type") ? "rope_type" : "type";
-    DPL_TRY(expect_text(scaling, key, "default", "yarn", &plain));
-    c->rope.yarn = !plain;
+    DPL_TRY(expect_text(scaling, key, "default", "yarn"));
+    c->rope.yarn = is_text(scaling, key, "yarn");
     c->rope.original_positions = (double)c->max_positions;
-    return plain ? DPL_OK : read_fields(scaling, yarn_fields, DPL_COUNT(yarn_fields), c);
+    return c->rope.yarn ? read_fields(scaling, yarn_fields, DPL_COUNT(yarn_fields), c) : DPL_OK;
 }
 
 dpl_status dpl_model_config_from_json(const json_t *o, dpl_model_config *config_out) {
     dpl_model_config c;
-    bool unused;
     dpl_model_config_init(&c);
     if (!json_is_string(json_object_get(o, "model_type")))
         return dpl_fail(DPL_EFORMAT, "\"model_type\" is missing, expected \"deepseek_v3\"");
-    DPL_TRY(expect_text(o, "model_type", "deepseek_v3", NULL, &unused));
-    DPL_TRY(expect_text(o, "hidden_act", "silu", NULL, &unused));
-    DPL_TRY(expect_text(o, "topk_method", "noaux_tc", NULL, &unused));
-    DPL_TRY(expect_text(o, "scoring_func", "sigmoid", "softmax", &c.sigmoid));
+    DPL_TRY(expect_text(o, "model_type", "deepseek_v3", NULL));
+    DPL_TRY(expect_text(o, "hidden_act", "silu", NULL));
+    DPL_TRY(expect_text(o, "topk_method", "noaux_tc", NULL));
+    DPL_TRY(expect_text(o, "scoring_func", "sigmoid", "softmax"));
+    c.sigmoid = !is_text(o, "scoring_func", "softmax");
     DPL_TRY(expect_number(o, "attention_dropout", "", 0));
     DPL_TRY(expect_number(o, "moe_layer_freq", "", 1));
     if (is_given(json_object_get(o, "quantization_config")))
@@ -380,11 +337,11 @@ double dpl_rope_frequencies(const dpl_model_config *c, float *inv_freq) {
 /* ---- counts ---- */
 
 uint64_t dpl_model_param_count(const dpl_model_config *c) {
-    return (uint64_t)count_params(c, c->n_experts);
+    return (uint64_t)dpl_params_count(c, false, c->n_experts, false);
 }
 
 uint64_t dpl_model_active_param_count(const dpl_model_config *c) {
-    return (uint64_t)count_params(c, c->top_k);
+    return (uint64_t)dpl_params_count(c, false, c->top_k, false);
 }
 
 double dpl_model_attention_flops(const dpl_model_config *c, size_t n_batch, size_t n_seq) {
@@ -394,11 +351,6 @@ double dpl_model_attention_flops(const dpl_model_config *c, size_t n_batch, size
 }
 
 double dpl_model_flops(const dpl_model_config *c, size_t n_batch, size_t n_seq) {
-    const size_t layers = c->n_layers + c->n_mtp, n_moe = c->n_experts ? layers - c->n_dense : 0;
-    const double weights = (double)layers * attention_weights(c) +
-                           (double)c->n_dense * 3 * (double)c->mlp_f * (double)c->d +
-                           (double)n_moe * moe_weights(c, c->top_k) +
-                           (double)c->d * (double)c->vocab;
-    return 6 * (double)n_batch * (double)n_seq * weights +
+    return 6 * (double)n_batch * (double)n_seq * dpl_params_count(c, true, c->top_k, true) +
            dpl_model_attention_flops(c, n_batch, n_seq);
 }

@@ -193,6 +193,10 @@ double dpl_batch_mtp_tokens(const dpl_model_config *config, const dpl_batch *bat
 
 // For create and destroy: the tensor table, the flat arrays.
 dpl_status dpl_params_build(dpl_model *model);
+// Elements, without padding, with n_experts of the experts; a double: exact, and it does not wrap.
+// multiplied: of the matrices that FLOPs are counted of.
+double dpl_params_count(const dpl_model_config *config, bool mtp, size_t n_experts,
+                        bool multiplied);
 void dpl_params_free(dpl_model *model);
 typedef enum dpl_init_rule { DPL_INIT_FAN_IN, DPL_INIT_MAXTEXT, DPL_INIT_NORMAL } dpl_init_rule;
 void dpl_model_init(dpl_model *model, dpl_init_rule rule, double std, uint64_t seed);

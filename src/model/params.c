@@ -20,6 +20,10 @@ typedef struct spec {
     const char *name; // on disk, after "model.layers.N."; with a dot at its end: an MLP's folder
 } spec;
 
+static bool is_expert(dpl_param_id id) {
+    return id == DPL_P_EXPERT_GATE_UP || id == DPL_P_EXPERT_DOWN;
+}
+
 // Appends the slice (group, part) of `param`.
 static dpl_disk_tensor *add_disk(dpl_model *m, const spec *r, int layer, const dpl_param *param,
                                  size_t group, int part) {
@@ -30,8 +34,7 @@ static dpl_disk_tensor *add_disk(dpl_model *m, const spec *r, int layer, const d
     t->shape[1] = (int64_t)(vector ? 1 : r->k);
     char prefix[48] = "", expert[24] = "";
     if (layer >= 0) snprintf(prefix, sizeof prefix, "model.layers.%d.", layer);
-    if (r->id == DPL_P_EXPERT_GATE_UP || r->id == DPL_P_EXPERT_DOWN)
-        snprintf(expert, sizeof expert, "%zu.", group);
+    if (is_expert(r->id)) snprintf(expert, sizeof expert, "%zu.", group);
     const char *const leaf = !folder              ? ""
                              : r->kind != GATE_UP ? "down_proj.weight"
                              : part == 0          ? "gate_proj.weight"
@@ -66,64 +69,80 @@ static void add_param(dpl_model *m, int layer, const spec *r) {
     add_disk(m, &bias, layer, NULL, 0, 0)->bias = dpl_model_bias(m, (size_t)layer);
 }
 
-static void add_rows(dpl_model *m, int layer, const spec *rows, size_t n) {
-    for (size_t i = 0; i < n; i++)
-        if (rows[i].present) add_param(m, layer, &rows[i]);
-}
-
-static void add_layer(dpl_model *m, size_t layer) {
-    const dpl_model_config *c = &m->config;
-    const bool mtp = layer >= c->n_layers, moe = dpl_model_layer_is_moe(c, layer);
-    const bool lora = c->q_lora > 0, bias = c->attention_bias, shared = moe && c->n_shared > 0;
-    const size_t d = c->d, e = c->n_experts, f = c->moe_f, shared_f = f * c->n_shared;
+// The parameters of a layer, or (-1) those outside of layers.
+static size_t list_specs(const dpl_model_config *c, int layer, spec specs_out[DPL_P_N]) {
+    const bool in = layer >= 0, out = !in, mtp = layer >= (int)c->n_layers;
+    const bool moe = in && dpl_model_layer_is_moe(c, (size_t)layer), dense = in && !moe;
+    const bool lora = in && c->q_lora > 0, bias = in && c->attention_bias;
+    const bool shared = moe && c->n_shared > 0;
+    const size_t d = c->d, e = c->n_experts, f = c->moe_f, shared_f = f * c->n_shared, v = c->vocab;
     const size_t qk = c->n_heads * (c->d_nope + c->d_rope), kv_a = c->kv_lora + c->d_rope;
-    const size_t kv = c->n_heads * (c->d_nope + c->d_v), v = c->n_heads * c->d_v;
+    const size_t kv = c->n_heads * (c->d_nope + c->d_v), o = c->n_heads * c->d_v;
+    // Untied, the embedding is looked up by rows and never multiplied; tied, it is the head's
+    // matrix as well.
+    const row_kind embed = c->tied ? MATRIX : ROWS;
     const spec rows[] = {
+        {DPL_P_EMBED, embed, out, 1, v, d, "model.embed_tokens.weight"},
+        {DPL_P_FINAL_NORM, NORM, out, 1, 1, d, "model.norm.weight"},
+        {DPL_P_HEAD, MATRIX, out && !c->tied, 1, v, d, "lm_head.weight"},
         {DPL_P_MTP_ENORM, NORM, mtp, 1, 1, d, "enorm.weight"},
         {DPL_P_MTP_HNORM, NORM, mtp, 1, 1, d, "hnorm.weight"},
         {DPL_P_MTP_PROJ, MATRIX, mtp, 1, d, 2 * d, "eh_proj.weight"},
         {DPL_P_MTP_NORM, NORM, mtp, 1, 1, d, "shared_head.norm.weight"},
-        {DPL_P_ATTN_NORM, NORM, true, 1, 1, d, "input_layernorm.weight"},
-        {DPL_P_Q, MATRIX, !lora, 1, qk, d, "self_attn.q_proj.weight"},
+        {DPL_P_ATTN_NORM, NORM, in, 1, 1, d, "input_layernorm.weight"},
+        {DPL_P_Q, MATRIX, in && !lora, 1, qk, d, "self_attn.q_proj.weight"},
         {DPL_P_Q_A, MATRIX, lora, 1, c->q_lora, d, "self_attn.q_a_proj.weight"},
         {DPL_P_Q_A_BIAS, BIAS, lora && bias, 1, 1, c->q_lora, "self_attn.q_a_proj.bias"},
         {DPL_P_Q_A_NORM, NORM, lora, 1, 1, c->q_lora, "self_attn.q_a_layernorm.weight"},
         {DPL_P_Q_B, MATRIX, lora, 1, qk, c->q_lora, "self_attn.q_b_proj.weight"},
-        {DPL_P_KV_A, MATRIX, true, 1, kv_a, d, "self_attn.kv_a_proj_with_mqa.weight"},
+        {DPL_P_KV_A, MATRIX, in, 1, kv_a, d, "self_attn.kv_a_proj_with_mqa.weight"},
         {DPL_P_KV_A_BIAS, BIAS, bias, 1, 1, kv_a, "self_attn.kv_a_proj_with_mqa.bias"},
-        {DPL_P_KV_A_NORM, NORM, true, 1, 1, c->kv_lora, "self_attn.kv_a_layernorm.weight"},
-        {DPL_P_KV_B, MATRIX, true, 1, kv, c->kv_lora, "self_attn.kv_b_proj.weight"},
-        {DPL_P_O, MATRIX, true, 1, d, v, "self_attn.o_proj.weight"},
+        {DPL_P_KV_A_NORM, NORM, in, 1, 1, c->kv_lora, "self_attn.kv_a_layernorm.weight"},
+        {DPL_P_KV_B, MATRIX, in, 1, kv, c->kv_lora, "self_attn.kv_b_proj.weight"},
+        {DPL_P_O, MATRIX, in, 1, d, o, "self_attn.o_proj.weight"},
         {DPL_P_O_BIAS, BIAS, bias, 1, 1, d, "self_attn.o_proj.bias"},
-        {DPL_P_MLP_NORM, NORM, true, 1, 1, d, "post_attention_layernorm.weight"},
-        {DPL_P_GATE_UP, GATE_UP, !moe, 1, c->mlp_f, d, "mlp."},
-        {DPL_P_DOWN, MATRIX, !moe, 1, d, c->mlp_f, "mlp."},
+        {DPL_P_MLP_NORM, NORM, in, 1, 1, d, "post_attention_layernorm.weight"},
+        {DPL_P_GATE_UP, GATE_UP, dense, 1, c->mlp_f, d, "mlp."},
+        {DPL_P_DOWN, MATRIX, dense, 1, d, c->mlp_f, "mlp."},
         {DPL_P_ROUTER, MATRIX, moe, 1, e, d, "mlp.gate.weight"},
         {DPL_P_EXPERT_GATE_UP, GATE_UP, moe, e, f, d, "mlp.experts."},
         {DPL_P_EXPERT_DOWN, MATRIX, moe, e, d, f, "mlp.experts."},
         {DPL_P_SHARED_GATE_UP, GATE_UP, shared, 1, shared_f, d, "mlp.shared_experts."},
         {DPL_P_SHARED_DOWN, MATRIX, shared, 1, d, shared_f, "mlp.shared_experts."}};
-    add_rows(m, (int)layer, rows, DPL_COUNT(rows));
-    if (!mtp) return;
-    // Public files repeat embedding and head under each MTP layer.
-    const spec copies[] = {{DPL_P_EMBED, ROWS, true, 1, c->vocab, d, "embed_tokens.weight"},
-                           {c->tied ? DPL_P_EMBED : DPL_P_HEAD, ROWS, true, 1, c->vocab, d,
-                            "shared_head.head.weight"}};
-    for (size_t i = 0; i < DPL_COUNT(copies); i++)
-        add_disk(m, &copies[i], (int)layer, dpl_model_param(m, -1, copies[i].id), 0, 0)
-            ->copy_of_shared = true;
+    size_t n = 0;
+    for (size_t i = 0; i < DPL_COUNT(rows); i++)
+        if (rows[i].present) specs_out[n++] = rows[i];
+    return n;
+}
+
+double dpl_params_count(const dpl_model_config *c, bool mtp, size_t n_experts, bool multiplied) {
+    double total = 0;
+    for (int layer = -1; layer < (int)(c->n_layers + (mtp ? c->n_mtp : 0)); layer++) {
+        spec rows[DPL_P_N];
+        const spec *end = rows + list_specs(c, layer, rows);
+        for (const spec *r = rows; r < end; r++) {
+            if (multiplied && (r->kind > GATE_UP || r->id == DPL_P_MTP_PROJ)) continue;
+            const double groups = (double)(is_expert(r->id) ? n_experts : 1);
+            total += groups * (double)r->n * (double)r->k * (r->kind == GATE_UP ? 2 : 1);
+        }
+    }
+    return total;
 }
 
 static void build_table(dpl_model *m) {
     const dpl_model_config *c = &m->config;
-    // Untied, the embedding is looked up by rows and never multiplied; tied, it is the head's
-    // matrix as well.
-    const spec rows[] = {{DPL_P_EMBED, c->tied ? MATRIX : ROWS, true, 1, c->vocab, c->d,
-                          "model.embed_tokens.weight"},
-                         {DPL_P_FINAL_NORM, NORM, true, 1, 1, c->d, "model.norm.weight"},
-                         {DPL_P_HEAD, MATRIX, !c->tied, 1, c->vocab, c->d, "lm_head.weight"}};
-    add_rows(m, -1, rows, DPL_COUNT(rows));
-    for (size_t layer = 0; layer < c->n_layers + c->n_mtp; layer++) add_layer(m, layer);
+    // Public files repeat embedding and head under each MTP layer.
+    const spec copies[] = {{DPL_P_EMBED, ROWS, true, 1, c->vocab, c->d, "embed_tokens.weight"},
+                           {c->tied ? DPL_P_EMBED : DPL_P_HEAD, ROWS, true, 1, c->vocab, c->d,
+                            "shared_head.head.weight"}};
+    for (int layer = -1; layer < (int)(c->n_layers + c->n_mtp); layer++) {
+        spec rows[DPL_P_N];
+        const size_t n = list_specs(c, layer, rows);
+        for (size_t i = 0; i < n; i++) add_param(m, layer, &rows[i]);
+        for (size_t i = 0; i < DPL_COUNT(copies) && layer >= (int)c->n_layers; i++)
+            add_disk(m, &copies[i], layer, dpl_model_param(m, -1, copies[i].id), 0, 0)
+                ->copy_of_shared = true;
+    }
 }
 
 void dpl_param_name(const dpl_model *model, const dpl_param *param, char *text, size_t size) {
