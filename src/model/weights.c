@@ -27,44 +27,97 @@ dpl_status dpl_model_read_config(const char *dir, dpl_model_config *config_out,
     return status == DPL_OK ? DPL_OK : dpl_fail_in(status, "%s", path);
 }
 
-static size_t largest_elems(const dpl_model *m) {
-    size_t largest = m->config.vocab * m->config.d;
-    for (size_t i = 0; i < m->n_disk; i++) largest = DPL_MAX(largest, dpl_disk_elems(&m->disk[i]));
-    return largest;
+/* ---- tensors of files, for the model and for flat arrays (moments) ---- */
+
+typedef struct slot {
+    const dpl_disk_tensor *t;
+    float *flat;
+    const dpl_st_tensor *found; // when reading; NULL: the files lack it
+    char name[192];
+} slot;
+
+typedef struct slots {
+    size_t n;
+    slot *at;
+    dpl_st_tensor *tensors;
+    float *values, *other; // each as large as the largest tensor
+} slots;
+
+static void close_slots(slots *s) {
+    dpl_free(s->at);
+    dpl_free(s->tensors);
+    dpl_free(s->values);
+    dpl_free(s->other);
+    *s = (slots){0};
+}
+
+static void add_slot(slots *s, const dpl_disk_tensor *t, const char *prefix, float *flat,
+                     dpl_st_dtype dtype) {
+    slot *at = &s->at[s->n];
+    at->t = t;
+    at->flat = flat;
+    snprintf(at->name, sizeof at->name, "%s%s", prefix, t->name);
+    s->tensors[s->n++] = (dpl_st_tensor){.name = at->name,
+                                         .dtype = dtype,
+                                         .rank = t->rank,
+                                         .shape = {t->shape[0], t->shape[1]},
+                                         .bytes = dpl_disk_elems(t) * dpl_st_dtype_bytes(dtype)};
+}
+
+// prefixes NULL: the whole model, else of each flat array what the optimizer knows.
+static dpl_status open_slots(dpl_model *m, const char *const *prefixes, float *const *flats,
+                             size_t n_flats, dpl_dtype dtype, slots *s) {
+    const size_t n = m->n_disk * n_flats;
+    size_t elems = 0;
+    for (size_t i = 0; i < m->n_disk; i++) elems = DPL_MAX(elems, dpl_disk_elems(&m->disk[i]));
+    *s = (slots){0, dpl_alloc_array(n + 1, sizeof *s->at), // one more when reading
+                 dpl_alloc_array(n + 1, sizeof *s->tensors), dpl_alloc_array(elems, sizeof(float)),
+                 dpl_alloc_array(elems, sizeof(float))};
+    if (!s->at || !s->tensors || !s->values || !s->other) {
+        close_slots(s);
+        return dpl_fail(DPL_ENOMEM, "no memory for %zu tensors of up to %zu elements", n, elems);
+    }
+    for (size_t i = 0; i < n; i++) {
+        const dpl_disk_tensor *t = &m->disk[i % m->n_disk];
+        if (prefixes && (!t->param || t->copy_of_shared)) continue;
+        // The router and its bias choose experts: they stay fp32, as transformers keeps them.
+        const bool f32 = dtype == DPL_F32 || t->bias || t->param->id == DPL_P_ROUTER;
+        add_slot(s, t, prefixes ? prefixes[i / m->n_disk] : "", flats[i / m->n_disk],
+                 f32 ? DPL_ST_F32 : DPL_ST_BF16);
+    }
+    dpl_ctx_wait(m->ctx);
+    return DPL_OK;
 }
 
 /* ---- reading ---- */
 
-static dpl_status check_shape(const dpl_disk_tensor *want, const dpl_st_tensor *got) {
+// Into the slice of the flat array. A copy must equal what it repeats.
+static dpl_status read_slot(const slots *s, const slot *at) {
+    const dpl_disk_tensor *want = at->t;
+    const dpl_st_tensor *got = at->found;
     const int64_t rows = got->rank > 0 ? got->shape[0] : 1;
     const int64_t cols = got->rank > 1 ? got->shape[1] : 1;
-    if (got->rank == want->rank && rows == want->shape[0] && cols == want->shape[1]) return DPL_OK;
+    if (got->rank != want->rank || rows != want->shape[0] || cols != want->shape[1])
+        return dpl_fail(DPL_EFORMAT,
+                        "%s: \"%s\" has rank %d and shape (%lld, %lld), expected rank %d and "
+                        "(%lld, %lld)",
+                        got->file, got->name, got->rank, (long long)rows, (long long)cols,
+                        want->rank, (long long)want->shape[0], (long long)want->shape[1]);
+    DPL_TRY(dpl_st_read_f32(got, want->bias ? want->bias : s->values));
+    if (want->bias) return DPL_OK;
+    if (!want->copy_of_shared) {
+        dpl_disk_scatter(want, at->flat, s->values);
+        return DPL_OK;
+    }
+    dpl_disk_gather(want, at->flat, s->other);
+    if (memcmp(s->values, s->other, dpl_disk_elems(want) * sizeof(float)) == 0) return DPL_OK;
     return dpl_fail(DPL_EFORMAT,
-                    "%s: \"%s\" has rank %d and shape (%lld, %lld), expected rank %d "
-                    "and (%lld, %lld)",
-                    got->file, got->name, got->rank, (long long)rows, (long long)cols, want->rank,
-                    (long long)want->shape[0], (long long)want->shape[1]);
+                    "%s: \"%s\" differs from the embedding or head that it must repeat", got->file,
+                    got->name);
 }
 
-// Into the same slice of `flat`. values, other: as large as the tensor. A copy must equal what it
-// repeats.
-static dpl_status read_tensor(const dpl_disk_tensor *want, const dpl_st_tensor *got, float *flat,
-                              float *values, float *other) {
-    DPL_TRY(check_shape(want, got));
-    const size_t n = dpl_disk_elems(want);
-    DPL_TRY(dpl_st_read_f32(got, want->bias ? want->bias : values));
-    if (want->copy_of_shared) dpl_disk_gather(want, flat, other);
-    else if (!want->bias) dpl_disk_scatter(want, flat, values);
-    if (!want->copy_of_shared || memcmp(values, other, n * sizeof(float)) == 0) return DPL_OK;
-    return dpl_fail(DPL_EFORMAT,
-                    "%s: \"%s\" differs from the embedding or head that it must "
-                    "repeat",
-                    got->file, got->name);
-}
-
-static int compare_names(const void *a, const void *b) {
-    return strcmp(((const dpl_disk_tensor *const *)a)[0]->name,
-                  ((const dpl_disk_tensor *const *)b)[0]->name);
+static int compare_slots(const void *a, const void *b) {
+    return strcmp(((const slot *)a)->name, ((const slot *)b)->name);
 }
 
 // Tensors that public files carry beside the model's: of layers after its last one, rotary tables.
@@ -92,142 +145,63 @@ static void list_name(name_list *list, const char *name) {
     list->n++;
 }
 
-static void list_unknown(const dpl_model *m, const dpl_st_file *file,
-                         const dpl_disk_tensor **sorted, name_list *unknown) {
-    size_t n_ignored = 0;
-    for (size_t i = 0; i < file->n_tensors; i++) {
-        dpl_disk_tensor key;
-        const dpl_disk_tensor *key_p = &key;
-        const char *name = file->tensors[i].name;
-        snprintf(key.name, sizeof key.name, "%s", name);
-        if (strlen(name) < sizeof key.name &&
-            bsearch(&key_p, sorted, m->n_disk, sizeof *sorted, compare_names))
-            continue;
-        if (m->config.tied && strcmp(name, "lm_head.weight") == 0) continue; // checked later
-        if (is_known_extra(m, name)) n_ignored++;
-        else list_name(unknown, name);
+// Finds the slots' tensors: the names in the files are theirs, each once, but for copies. Both kinds
+// of deviation stand in one message: a renamed tensor is one of each.
+static dpl_status match_names(const dpl_model *m, const dpl_st_file *file, slots *s) {
+    name_list missing = {.text = "none"}, unknown = missing;
+    size_t i = 0, j = 0, n_ignored = 0;
+    qsort(s->at, s->n, sizeof *s->at, compare_slots);
+    while (i < s->n || j < file->n_tensors) {
+        slot *at = &s->at[i]; // one past the last is there too
+        const dpl_st_tensor *found = &file->tensors[j];
+        const int order = i == s->n ? 1 : j == file->n_tensors ? -1 : strcmp(at->name, found->name);
+        if (order == 0) at->found = found;
+        else if (order < 0 && !at->t->copy_of_shared) list_name(&missing, at->name);
+        else if (order > 0 && is_known_extra(m, found->name)) n_ignored++;
+        else if (order > 0) list_name(&unknown, found->name);
+        i += order <= 0;
+        j += order >= 0;
     }
     if (n_ignored) dpl_log("%zu tensors beyond this model's layers were left unread", n_ignored);
-}
-
-// The names in the files are those of the model. Both kinds of deviation stand in one message: a
-// renamed tensor is one of each.
-static dpl_status check_names(const dpl_model *m, const dpl_st_file *file, const char *dir) {
-    const dpl_disk_tensor **sorted = dpl_alloc_array(m->n_disk, sizeof(dpl_disk_tensor *));
-    if (!sorted) return dpl_fail(DPL_ENOMEM, "no memory to check %zu tensor names", m->n_disk);
-    name_list missing = {0}, unknown = {0};
-    for (size_t i = 0; i < m->n_disk; i++) {
-        sorted[i] = &m->disk[i];
-        if (!m->disk[i].copy_of_shared && !dpl_st_find(file, m->disk[i].name))
-            list_name(&missing, m->disk[i].name);
-    }
-    qsort(sorted, m->n_disk, sizeof *sorted, compare_names);
-    list_unknown(m, file, sorted, &unknown);
-    dpl_free(sorted);
     if (missing.n == 0 && unknown.n == 0) return DPL_OK;
-    if (missing.n == 0)
-        return dpl_fail(DPL_EFORMAT, "%s: %zu tensors are not this model's: %s", dir, unknown.n,
-                        unknown.text);
-    if (unknown.n == 0)
-        return dpl_fail(DPL_EFORMAT, "%s: %zu tensors are missing: %s", dir, missing.n,
-                        missing.text);
-    return dpl_fail(DPL_EFORMAT, "%s: %zu tensors are missing: %s; %zu are not this model's: %s",
-                    dir, missing.n, missing.text, unknown.n, unknown.text);
-}
-
-static dpl_status check_tied_head(dpl_model *m, const dpl_st_file *file, float *values,
-                                  float *other) {
-    const dpl_st_tensor *head = m->config.tied ? dpl_st_find(file, "lm_head.weight") : NULL;
-    if (!head) return DPL_OK;
-    dpl_disk_tensor want = m->disk[0]; // the embedding stands first
-    want.copy_of_shared = true;
-    return read_tensor(&want, head, m->params.master, values, other);
+    return dpl_fail(DPL_EFORMAT,
+                    "%s: %zu tensors are missing: %s; %zu tensors are not this model's: %s",
+                    file->path, missing.n, missing.text, unknown.n, unknown.text);
 }
 
 // Copies come last: what they repeat must be there.
-static dpl_status read_all(dpl_model *m, const dpl_st_file *file, float *values, float *other) {
+static dpl_status read_slots(const slots *s) {
     for (int copies = 0; copies < 2; copies++)
-        for (size_t i = 0; i < m->n_disk; i++) {
-            const dpl_st_tensor *got = dpl_st_find(file, m->disk[i].name);
-            if (got && m->disk[i].copy_of_shared == (copies == 1))
-                DPL_TRY(read_tensor(&m->disk[i], got, m->params.master, values, other));
-        }
-    return check_tied_head(m, file, values, other);
+        for (const slot *at = s->at; at < s->at + s->n; at++)
+            if (at->found && at->t->copy_of_shared == (copies == 1)) DPL_TRY(read_slot(s, at));
+    return DPL_OK;
 }
 
-dpl_status dpl_model_load(dpl_model *m, const char *dir) {
+dpl_status dpl_model_load_flat(dpl_model *m, const char *path, const char *const *prefixes,
+                               float *const *flats, size_t n_flats) {
     dpl_st_file *file;
-    DPL_TRY(dpl_st_open(dir, &file));
-    const size_t n = largest_elems(m);
-    float *values = dpl_alloc_array(2 * n, sizeof(float));
-    dpl_status status = check_names(m, file, dir);
-    if (status == DPL_OK && !values)
-        status = dpl_fail(DPL_ENOMEM, "no memory to read tensors of %zu elements", n);
-    if (status == DPL_OK) status = read_all(m, file, values, values + n);
-    if (status == DPL_OK) dpl_model_refresh(m);
-    dpl_free(values);
+    slots s;
+    DPL_TRY(dpl_st_open(path, &file));
+    dpl_status status = open_slots(m, prefixes, flats, n_flats, DPL_F32, &s);
+    dpl_disk_tensor tied_head = m->disk[0]; // the embedding, which a tied model's files may repeat
+    tied_head.copy_of_shared = true;
+    snprintf(tied_head.name, sizeof tied_head.name, "lm_head.weight");
+    if (status == DPL_OK && m->config.tied && !prefixes)
+        add_slot(&s, &tied_head, "", flats[0], DPL_ST_F32);
+    if (status == DPL_OK) status = match_names(m, file, &s);
+    if (status == DPL_OK) status = read_slots(&s);
+    close_slots(&s);
     dpl_st_close(&file);
     return status;
 }
 
-/* ---- tensors of files, for the model and for flat arrays (moments) ---- */
-
-typedef struct slot {
-    const dpl_disk_tensor *t;
-    float *flat;
-    char name[192];
-} slot;
-
-typedef struct slots {
-    size_t n;
-    slot *at;
-    dpl_st_tensor *tensors;
-    float *values; // as large as the largest tensor
-    uint16_t *halves;
-} slots;
-
-static void close_slots(slots *s) {
-    dpl_free(s->at);
-    dpl_free(s->tensors);
-    dpl_free(s->values);
-    dpl_free(s->halves);
-    *s = (slots){0};
-}
-
-static void add_slot(slots *s, const dpl_disk_tensor *t, const char *prefix, float *flat,
-                     dpl_st_dtype dtype) {
-    slot *at = &s->at[s->n];
-    at->t = t;
-    at->flat = flat;
-    snprintf(at->name, sizeof at->name, "%s%s", prefix, t->name);
-    s->tensors[s->n++] = (dpl_st_tensor){.name = at->name,
-                                         .dtype = dtype,
-                                         .rank = t->rank,
-                                         .shape = {t->shape[0], t->shape[1]},
-                                         .bytes = dpl_disk_elems(t) * dpl_st_dtype_bytes(dtype)};
-}
-
-// prefixes NULL: the whole model, else of each flat array what the optimizer knows.
-static dpl_status open_slots(dpl_model *m, const char *const *prefixes, float *const *flats,
-                             size_t n_flats, dpl_dtype dtype, slots *s) {
-    const size_t n = m->n_disk * n_flats, elems = largest_elems(m);
-    *s = (slots){0, dpl_alloc_array(n, sizeof *s->at), dpl_alloc_array(n, sizeof *s->tensors),
-                 dpl_alloc_array(elems, sizeof(float)), dpl_alloc_array(elems, sizeof(uint16_t))};
-    if (!s->at || !s->tensors || !s->values || !s->halves) {
-        close_slots(s);
-        return dpl_fail(DPL_ENOMEM, "no memory for %zu tensors of up to %zu elements", n, elems);
-    }
-    for (size_t i = 0; i < n; i++) {
-        const dpl_disk_tensor *t = &m->disk[i % m->n_disk];
-        if (prefixes && (!t->param || t->copy_of_shared)) continue;
-        // The router and its bias choose experts: they stay fp32, as transformers keeps them.
-        const bool f32 = dtype == DPL_F32 || t->bias || t->param->id == DPL_P_ROUTER;
-        add_slot(s, t, prefixes ? prefixes[i / m->n_disk] : "", flats[i / m->n_disk],
-                 f32 ? DPL_ST_F32 : DPL_ST_BF16);
-    }
-    dpl_ctx_wait(m->ctx);
+dpl_status dpl_model_load(dpl_model *m, const char *dir) {
+    DPL_TRY(dpl_model_load_flat(m, dir, NULL, &m->params.master, 1));
+    dpl_model_refresh(m);
     return DPL_OK;
 }
+
+/* ---- writing ---- */
 
 static dpl_status write_slot(void *arg, size_t i, dpl_st_writer *writer) {
     const slots *s = arg;
@@ -236,8 +210,9 @@ static dpl_status write_slot(void *arg, size_t i, dpl_st_writer *writer) {
     dpl_disk_gather(t, s->at[i].flat, s->values);
     if (s->tensors[i].dtype == DPL_ST_F32)
         return dpl_st_append(writer, s->values, s->tensors[i].bytes);
-    for (size_t j = 0; j < dpl_disk_elems(t); j++) s->halves[j] = dpl_f32_to_bf16(s->values[j]);
-    return dpl_st_append(writer, s->halves, s->tensors[i].bytes);
+    uint16_t *halves = (void *)s->other;
+    for (size_t j = 0; j < dpl_disk_elems(t); j++) halves[j] = dpl_f32_to_bf16(s->values[j]);
+    return dpl_st_append(writer, halves, s->tensors[i].bytes);
 }
 
 static dpl_status write_config(const dpl_model *m, const char *dir, dpl_dtype dtype) {
@@ -270,24 +245,5 @@ dpl_status dpl_model_save_flat(dpl_model *m, const char *path, const char *const
     if (status == DPL_OK) status = dpl_st_finish(&writer);
     dpl_st_abandon(&writer);
     close_slots(&s);
-    return status;
-}
-
-static dpl_status read_slot(const slot *at, const dpl_st_file *file, float *values) {
-    const dpl_st_tensor *got = dpl_st_find(file, at->name);
-    if (got) return read_tensor(at->t, got, at->flat, values, NULL);
-    return dpl_fail(DPL_EFORMAT, "%s: tensor \"%s\" is missing", file->path, at->name);
-}
-
-dpl_status dpl_model_load_flat(dpl_model *m, const char *path, const char *const *prefixes,
-                               float *const *flats, size_t n_flats) {
-    dpl_st_file *file;
-    slots s;
-    DPL_TRY(dpl_st_open(path, &file));
-    dpl_status status = open_slots(m, prefixes, flats, n_flats, DPL_F32, &s);
-    for (size_t i = 0; status == DPL_OK && i < s.n; i++)
-        status = read_slot(&s.at[i], file, s.values);
-    close_slots(&s);
-    dpl_st_close(&file);
     return status;
 }
