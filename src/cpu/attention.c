@@ -23,118 +23,112 @@ typedef struct attn_args {
     float *lse;
     float *work; // n_threads times work_size
     size_t work_size;
-    float *rope_parts;           // backward: (B*H, S, d_rope), each head's share of dk_rope
-    size_t n_tiles, block_tiles; // query tiles of a sequence, and of a block
+    float *rope_parts; // backward: (B*H, S, d_rope), each head's share of dk_rope
+    size_t n_tiles, block_tiles, task_tiles; // query tiles of a sequence, a block, a task
 } attn_args;
 static_assert(sizeof(attn_args) <= DPL_OP_ARGS_MAX, "the queue holds a copy of the arguments");
 
 // Packed operands and accumulators of one thread. Panels are 32 wide: [panel][row][32]; key panels
-// for the scores are [panel of 32 keys][depth][32].
+// for the scores are [panel of 32 keys][depth][32]. `k` panels: those of nope, then those of rope.
 typedef struct attn_work {
-    float *kt;      // keys for scores, depth d_nope + d_rope
-    float *v;       // forward: value panels, S rows
-    float *vt;      // backward: values for dP, depth d_v
-    float *k;       // backward: key panels (nope panels, then rope panels), S rows
-    float *dk, *dv; // backward: sums (S, ld_k) and (S, ld_v)
-    float *q;       // query tiles, already scaled: [tile][depth][rows of the tile]
-    float *q_cols;  // backward: the same as panels
-    float *dout, *dout_cols;
-    float *acc;        // forward: unnormalized output (rows, ld_v); backward: dq (rows, ld_k)
-    float *score, *dp; // (rows, KEY_BLOCK)
-    float *left;       // packed left operand of the second products
-    float *max, *sum;  // forward: of each row; backward: max is delta
+    float *kt;     // keys for scores, depth d_nope + d_rope
+    float *right;  // what acc takes from, as panels of S rows: v; backward: k
+    float *acc;    // unnormalized output; backward: dq; (rows, ld_acc)
+    float *q;      // query tiles, already scaled: [tile][depth][rows of the tile]
+    float *score;  // (rows, KEY_BLOCK)
+    float *left;   // packed left operand of the second products
+    float *max;    // of each row; backward: its delta
+    float *sum;    // forward only: of each row
+    float *vt;     // backward only, as all below: values for dP, depth d_v
+    float *dk;     // sums (S, ld_k)
+    float *dv;     // sums (S, ld_v)
+    float *q_cols; // the queries as panels
+    float *dout, *dout_cols, *dp;
 } attn_work;
 
 // One head of one sequence.
 typedef struct attn_head {
     const attn_args *x;
-    bool backward;
+    const dpl_attention *a;
     const dpl_gemm_kernels *g;
     const dpl_row_kernels *r;
-    size_t n_seq, depth, d_nope, d_rope, d_v;
-    size_t nope_cols, ld_k, ld_v, ld_acc; // panel widths, in columns
+    bool backward;
+    size_t depth, nope_cols, ld_k, ld_v, ld_acc; // of panels: in columns
     dpl_mat q, k, v, k_rope, out, dout, dq, dk, dv;
     const int32_t *segment;
     float *lse;
     attn_work w;
 } attn_head;
 
-static size_t panel_columns(size_t d) {
-    return dpl_round_up(d, DPL_PANEL);
+// The next `n` floats of `base`, of which *used are taken; NULL if base is.
+static float *take(float *base, size_t *used, size_t n) {
+    float *p = base ? base + *used : NULL;
+    *used += dpl_round_up(n, DPL_ALIGN / sizeof(float));
+    return p;
 }
 
-// Lays the work space out; returns its size in floats. `base` may be NULL.
-static size_t lay_out(attn_work *w, const dpl_attention *a, size_t mr, bool backward, float *base) {
-    const size_t depth = a->d_nope + a->d_rope, rows = DPL_MAX(BLOCK_ROWS, mr);
-    const size_t ld_k = panel_columns(a->d_nope) + panel_columns(a->d_rope);
-    const size_t ld_v = panel_columns(a->d_v), s = dpl_round_up(a->n_seq, DPL_PANEL);
-    const size_t back = backward ? 1 : 0;
-    const struct {
-        float **p;
-        size_t n;
-    } blocks[] = {
-        {&w->kt, s * depth},
-        {&w->v, (1 - back) * s * ld_v},
-        {&w->vt, back * s * a->d_v},
-        {&w->k, back * s * ld_k},
-        {&w->dk, back * s * ld_k},
-        {&w->dv, back * s * ld_v},
-        {&w->q, rows * depth},
-        {&w->q_cols, back * rows * ld_k},
-        {&w->dout, back * rows * a->d_v},
-        {&w->dout_cols, back * rows * ld_v},
-        {&w->acc, rows * DPL_MAX(ld_k, ld_v)},
-        {&w->score, rows * KEY_BLOCK},
-        {&w->dp, back * rows * KEY_BLOCK},
-        {&w->left, DPL_MAX(rows, KEY_BLOCK) * mr},
-        {&w->max, rows},
-        {&w->sum, rows},
-    };
+// Lays the work space of a head out; returns its size in floats. `base` may be NULL.
+static size_t lay_out(attn_head *h, float *base) {
+    attn_work *w = &h->w;
+    const size_t mr = h->g->mr, rows = DPL_MAX(BLOCK_ROWS, mr), d_v = h->a->d_v;
+    const size_t s = dpl_round_up(h->a->n_seq, DPL_PANEL);
     size_t used = 0;
-    for (size_t i = 0; i < DPL_COUNT(blocks); i++) {
-        if (base) *blocks[i].p = base + used;
-        used += dpl_round_up(blocks[i].n, DPL_ALIGN / sizeof(float));
-    }
+    w->kt = take(base, &used, s * h->depth);
+    w->right = take(base, &used, s * h->ld_acc);
+    w->acc = take(base, &used, rows * h->ld_acc);
+    w->q = take(base, &used, rows * h->depth);
+    w->score = take(base, &used, rows * KEY_BLOCK);
+    w->left = take(base, &used, DPL_MAX(rows, KEY_BLOCK) * mr);
+    w->max = take(base, &used, rows);
+    w->sum = take(base, &used, rows);
+    if (!h->backward) return used;
+    w->vt = take(base, &used, s * d_v);
+    w->dk = take(base, &used, s * h->ld_k);
+    w->dv = take(base, &used, s * h->ld_v);
+    w->q_cols = take(base, &used, rows * h->ld_k);
+    w->dout = take(base, &used, rows * d_v);
+    w->dout_cols = take(base, &used, rows * h->ld_v);
+    w->dp = take(base, &used, rows * KEY_BLOCK);
     return used;
+}
+
+static attn_head open_shape(const attn_args *x) {
+    const dpl_attention *a = &x->a;
+    attn_head h = {.x = x, .a = a, .g = x->g, .backward = x->dq.p};
+    h.depth = a->d_nope + a->d_rope;
+    h.nope_cols = dpl_round_up(a->d_nope, DPL_PANEL);
+    h.ld_k = h.nope_cols + dpl_round_up(a->d_rope, DPL_PANEL);
+    h.ld_v = dpl_round_up(a->d_v, DPL_PANEL);
+    h.ld_acc = h.backward ? h.ld_k : h.ld_v;
+    return h;
 }
 
 static attn_head open_head(const attn_args *x, size_t i_head, const dpl_part *part) {
     const dpl_attention *a = &x->a;
+    attn_head h = open_shape(x);
     const size_t row0 = i_head / a->n_heads * a->n_seq, head = i_head % a->n_heads;
-    const size_t depth = a->d_nope + a->d_rope, key = head * (a->d_nope + a->d_v);
-    attn_head h = {x,
-                   x->dq.p,
-                   x->g,
-                   part->k,
-                   a->n_seq,
-                   depth,
-                   a->d_nope,
-                   a->d_rope,
-                   a->d_v,
-                   .nope_cols = panel_columns(a->d_nope),
-                   .ld_v = panel_columns(a->d_v)};
-    h.ld_k = h.nope_cols + panel_columns(a->d_rope);
-    h.ld_acc = h.backward ? h.ld_k : h.ld_v;
-    h.q = dpl_mat_at(a->q, row0, head * depth);
+    const size_t query = head * h.depth, key = head * (a->d_nope + a->d_v);
+    h.r = part->k;
+    h.q = dpl_mat_at(a->q, row0, query);
     h.k = dpl_mat_at(a->kv, row0, key);
     h.v = dpl_mat_at(h.k, 0, a->d_nope);
     h.k_rope = dpl_mat_at(a->k_rope, row0, 0);
     h.out = dpl_mat_at(x->out, row0, head * a->d_v);
     if (h.backward) {
         h.dout = dpl_mat_at(x->dout, row0, head * a->d_v);
-        h.dq = dpl_mat_at(x->dq, row0, head * depth);
+        h.dq = dpl_mat_at(x->dq, row0, query);
         h.dk = dpl_mat_at(x->dkv, row0, key);
         h.dv = dpl_mat_at(h.dk, 0, a->d_nope);
     }
     h.segment = a->segment ? a->segment + row0 : NULL;
     h.lse = x->lse + i_head * a->n_seq;
-    lay_out(&h.w, a, h.g->mr, h.backward, x->work + (size_t)part->i_thread * x->work_size);
+    lay_out(&h, x->work + (size_t)part->i_thread * x->work_size);
     return h;
 }
 
 // Tiles cut the sequence evenly, so that none is left with a row or two.
 static size_t tile_row(const attn_head *h, size_t tile) {
-    return tile * h->n_seq / h->x->n_tiles;
+    return tile * h->a->n_seq / h->x->n_tiles;
 }
 
 /* ---- packing --------------------------------------------------------------------------------- */
@@ -167,9 +161,27 @@ static void pack_panels(const attn_head *h, dpl_mat m, size_t row0, size_t n_row
     }
 }
 
-static void pack_keys(const attn_head *h, size_t n_keys) {
-    pack_transposed(h, h->k, n_keys, h->d_nope, h->depth, h->w.kt);
-    pack_transposed(h, h->k_rope, n_keys, h->d_rope, h->depth, h->w.kt + h->d_nope * DPL_PANEL);
+// The parts "nope" and "rope" of keys or queries, as pack_panels does one.
+static void pack_parts(const attn_head *h, dpl_mat nope, dpl_mat rope, size_t row0, size_t n_rows,
+                       float *to) {
+    pack_panels(h, nope, row0, n_rows, h->a->d_nope, n_rows, to);
+    pack_panels(h, rope, row0, n_rows, h->a->d_rope, n_rows, to + n_rows * h->nope_cols);
+}
+
+// All of the first n keys and values that a task needs; in backward n is S.
+static void pack_keys(const attn_head *h, size_t n) {
+    const attn_work *w = &h->w;
+    const dpl_attention *a = h->a;
+    pack_transposed(h, h->k, n, a->d_nope, h->depth, w->kt);
+    pack_transposed(h, h->k_rope, n, a->d_rope, h->depth, w->kt + a->d_nope * DPL_PANEL);
+    if (!h->backward) {
+        pack_panels(h, h->v, 0, n, a->d_v, a->n_seq, w->right);
+        return;
+    }
+    pack_transposed(h, h->v, n, a->d_v, a->d_v, w->vt);
+    pack_parts(h, h->k, h->k_rope, 0, n, w->right);
+    memset(w->dk, 0, n * h->ld_k * sizeof(float));
+    memset(w->dv, 0, n * h->ld_v * sizeof(float));
 }
 
 // Tiles first..last of rows of m, each [column][rows of the tile].
@@ -289,7 +301,7 @@ static void attend_tile(const attn_head *h, size_t row0, size_t m, size_t i0, si
     float *score = h->backward ? w->score + i0 * KEY_BLOCK : w->score; // else it stays in L1
     float *dp = h->backward ? w->dp + i0 * KEY_BLOCK : NULL;
     multiply_keys(h, m, h->depth, w->q + i0 * h->depth, w->kt, k0, n, score);
-    if (dp) multiply_keys(h, m, h->d_v, w->dout + i0 * h->d_v, w->vt, k0, n, dp);
+    if (dp) multiply_keys(h, m, h->a->d_v, w->dout + i0 * h->a->d_v, w->vt, k0, n, dp);
     for (size_t i = 0; i < m; i++) {
         float *s = score + i * KEY_BLOCK, *ds = dp ? dp + i * KEY_BLOCK : NULL;
         const size_t seen = mask_row(h, row0 + i, k0, n, mixed, s, ds);
@@ -298,7 +310,7 @@ static void attend_tile(const attn_head *h, size_t row0, size_t m, size_t i0, si
     }
     if (n == 0) return;
     h->g->pack_rows(DPL_LOAD_F32, m, n, dp ? dp : score, KEY_BLOCK, m, w->left);
-    multiply_panels(h, m, n, dp ? w->k : w->v, h->n_seq, k0, w->acc + i0 * h->ld_acc, h->ld_acc);
+    multiply_panels(h, m, n, w->right, h->a->n_seq, k0, w->acc + i0 * h->ld_acc, h->ld_acc);
 }
 
 // dk and dv of n_keys keys from k0 on += what the n queries from q0 on say.
@@ -320,7 +332,7 @@ static void backward_keys(const attn_head *h, size_t q0, size_t n, size_t k0, si
 static void attend(const attn_head *h, size_t first, size_t last) {
     const size_t q0 = tile_row(h, first), q1 = tile_row(h, last);
     pack_tiles(h, h->q, h->depth, first, last, h->w.q);
-    h->r->scale(h->x->a.scale, h->w.q, (q1 - q0) * h->depth);
+    h->r->scale(h->a->scale, h->w.q, (q1 - q0) * h->depth);
     memset(h->w.acc, 0, (q1 - q0) * h->ld_acc * sizeof(float));
     for (size_t k0 = 0; k0 < q1; k0 += KEY_BLOCK) {
         const size_t n_keys = DPL_MIN(KEY_BLOCK, q1 - k0);
@@ -347,50 +359,10 @@ static void forward_block(const attn_head *h, size_t first, size_t last) {
     for (size_t i = 0; i < n; i++) {
         float *acc = w->acc + i * h->ld_v;
         const bool padding = is_padding(h, q0 + i);
-        if (!padding) h->r->scale(1 / w->sum[i], acc, h->d_v);
-        dpl_row_store(h->r, h->out, q0 + i, acc, h->d_v);
+        if (!padding) h->r->scale(1 / w->sum[i], acc, h->a->d_v);
+        dpl_row_store(h->r, h->out, q0 + i, acc, h->a->d_v);
         h->lse[q0 + i] = padding ? 0 : w->max[i] + logf(w->sum[i]);
     }
-}
-
-static void forward_task(const void *args, const dpl_part *part) {
-    const attn_args *x = args;
-    const size_t step = x->block_tiles * TASK_BLOCKS, n_parts = dpl_div_up(x->n_tiles, step);
-    const attn_head h = open_head(x, part->first / n_parts, part);
-    const size_t first = part->first % n_parts * step, last = DPL_MIN(first + step, x->n_tiles);
-    const size_t n_keys = tile_row(&h, last);
-    pack_keys(&h, n_keys);
-    pack_panels(&h, h.v, 0, n_keys, h.d_v, h.n_seq, h.w.v);
-    for (size_t tile = first; tile < last; tile += x->block_tiles)
-        forward_block(&h, tile, DPL_MIN(tile + x->block_tiles, last));
-}
-
-static void run_forward(dpl_ctx *ctx, const void *args) {
-    const attn_args *x = args;
-    const size_t n_parts = dpl_div_up(x->n_tiles, x->block_tiles * TASK_BLOCKS);
-    dpl_ctx_loop(ctx, (dpl_loop){forward_task, x->a.n_batch * x->a.n_heads * n_parts, 1}, x);
-}
-
-static attn_args open_args(dpl_ctx *ctx, const dpl_attention *a, bool backward) {
-    const dpl_gemm_kernels *g = &ctx->kernels->gemm;
-    attn_work w;
-    attn_args x = {.a = *a,
-                   .g = g,
-                   .n_tiles = dpl_div_up(a->n_seq, g->mr),
-                   .block_tiles = DPL_MAX(1, BLOCK_ROWS / g->mr)};
-    x.work_size = lay_out(&w, a, g->mr, backward, NULL);
-    x.work = dpl_ctx_alloc(ctx, (size_t)dpl_pool_threads(ctx->pool) * x.work_size * sizeof(float));
-    return x;
-}
-
-void dpl_attention_forward(dpl_ctx *ctx, const dpl_attention *a, dpl_mat out, float *lse) {
-    const size_t mark = dpl_ctx_mark(ctx), n_rows = a->n_batch * a->n_seq;
-    attn_args x = open_args(ctx, a, false);
-    x.out = out;
-    x.lse = lse;
-    DPL_SUBMIT(ctx, run_forward, x, dpl_row_span(out, n_rows, a->n_heads * a->d_v),
-               {lse, n_rows * a->n_heads * sizeof *lse});
-    dpl_ctx_release(ctx, mark);
 }
 
 /* ---- backward -------------------------------------------------------------------------------- */
@@ -398,7 +370,7 @@ void dpl_attention_forward(dpl_ctx *ctx, const dpl_attention *a, dpl_mat out, fl
 // delta = the dot product of output and its gradient: what the softmax subtracts from dp.
 static float find_delta(const attn_head *h, size_t row) {
     float out_row[DPL_ROW_BLOCK], dout_row[DPL_ROW_BLOCK], sum = 0;
-    DPL_EACH_BLOCK(col, n, h->d_v) {
+    DPL_EACH_BLOCK(col, n, h->a->d_v) {
         const float *out = dpl_row_load(h->r, dpl_mat_at(h->out, row, col), 0, n, out_row);
         const float *dout = dpl_row_load(h->r, dpl_mat_at(h->dout, row, col), 0, n, dout_row);
         sum += h->r->dot(out, dout, n);
@@ -409,42 +381,28 @@ static float find_delta(const attn_head *h, size_t row) {
 static void backward_block(const attn_head *h, size_t first, size_t last) {
     const attn_work *w = &h->w;
     const size_t q0 = tile_row(h, first), n = tile_row(h, last) - q0;
-    const dpl_mat q_rope = dpl_mat_at(h->q, 0, h->d_nope);
-    const dpl_mat dq_rope = dpl_mat_at(h->dq, 0, h->d_nope);
-    pack_tiles(h, h->dout, h->d_v, first, last, w->dout);
-    pack_panels(h, h->q, q0, n, h->d_nope, n, w->q_cols);
-    pack_panels(h, q_rope, q0, n, h->d_rope, n, w->q_cols + n * h->nope_cols);
-    h->r->scale(h->x->a.scale, w->q_cols, n * h->ld_k);
-    pack_panels(h, h->dout, q0, n, h->d_v, n, w->dout_cols);
+    const dpl_mat dq_rope = dpl_mat_at(h->dq, 0, h->a->d_nope);
+    pack_tiles(h, h->dout, h->a->d_v, first, last, w->dout);
+    pack_parts(h, h->q, dpl_mat_at(h->q, 0, h->a->d_nope), q0, n, w->q_cols);
+    h->r->scale(h->a->scale, w->q_cols, n * h->ld_k);
+    pack_panels(h, h->dout, q0, n, h->a->d_v, n, w->dout_cols);
     for (size_t i = 0; i < n; i++) w->max[i] = find_delta(h, q0 + i);
     attend(h, first, last);
     for (size_t i = 0; i < n; i++) {
         float *acc = w->acc + i * h->ld_k; // keys were not scaled, queries were
-        h->r->scale(h->x->a.scale, acc, h->ld_k);
-        dpl_row_store(h->r, h->dq, q0 + i, acc, h->d_nope);
-        dpl_row_store(h->r, dq_rope, q0 + i, acc + h->nope_cols, h->d_rope);
+        h->r->scale(h->a->scale, acc, h->ld_k);
+        dpl_row_store(h->r, h->dq, q0 + i, acc, h->a->d_nope);
+        dpl_row_store(h->r, dq_rope, q0 + i, acc + h->nope_cols, h->a->d_rope);
     }
 }
 
-static void backward_task(const void *args, const dpl_part *part) {
-    const attn_args *x = args;
-    const attn_head h = open_head(x, part->first, part);
-    const attn_work *w = &h.w;
-    const size_t n = h.n_seq;
-    pack_keys(&h, n);
-    pack_transposed(&h, h.v, n, h.d_v, h.d_v, w->vt);
-    pack_panels(&h, h.k, 0, n, h.d_nope, n, w->k);
-    pack_panels(&h, h.k_rope, 0, n, h.d_rope, n, w->k + n * h.nope_cols);
-    memset(w->dk, 0, n * h.ld_k * sizeof(float));
-    memset(w->dv, 0, n * h.ld_v * sizeof(float));
-    for (size_t tile = 0; tile < x->n_tiles; tile += x->block_tiles)
-        backward_block(&h, tile, DPL_MIN(tile + x->block_tiles, x->n_tiles));
-    for (size_t row = 0; row < n; row++) {
-        const float *dk = w->dk + row * h.ld_k;
-        dpl_row_store(h.r, h.dk, row, dk, h.d_nope);
-        dpl_row_store(h.r, h.dv, row, w->dv + row * h.ld_v, h.d_v);
-        memcpy(x->rope_parts + (part->first * n + row) * h.d_rope, dk + h.nope_cols,
-               h.d_rope * sizeof(float));
+// After all queries of a head.
+static void store_key_grads(const attn_head *h, float *rope_part) {
+    for (size_t row = 0; row < h->a->n_seq; row++, rope_part += h->a->d_rope) {
+        const float *dk = h->w.dk + row * h->ld_k;
+        dpl_row_store(h->r, h->dk, row, dk, h->a->d_nope);
+        dpl_row_store(h->r, h->dv, row, h->w.dv + row * h->ld_v, h->a->d_v);
+        memcpy(rope_part, dk + h->nope_cols, h->a->d_rope * sizeof *dk);
     }
 }
 
@@ -460,27 +418,60 @@ static void sum_rope(const void *args, const dpl_part *part) {
     }
 }
 
-static void run_backward(dpl_ctx *ctx, const void *args) {
+/* ---- tasks ----------------------------------------------------------------------------------- */
+
+// Some query tiles of one head: in backward all, as they add to the same keys.
+static void run_task(const void *args, const dpl_part *part) {
     const attn_args *x = args;
-    const size_t n_heads = x->a.n_seq == 0 ? 0 : x->a.n_batch * x->a.n_heads;
+    const size_t n_parts = dpl_div_up(x->n_tiles, x->task_tiles), i_head = part->first / n_parts;
+    const attn_head h = open_head(x, i_head, part);
+    const size_t first = part->first % n_parts * x->task_tiles;
+    const size_t last = DPL_MIN(first + x->task_tiles, x->n_tiles);
+    pack_keys(&h, tile_row(&h, last));
+    for (size_t tile = first; tile < last; tile += x->block_tiles) {
+        const size_t end = DPL_MIN(tile + x->block_tiles, last);
+        if (h.backward) backward_block(&h, tile, end);
+        else forward_block(&h, tile, end);
+    }
+    if (h.backward) store_key_grads(&h, x->rope_parts + i_head * h.a->n_seq * h.a->d_rope);
+}
+
+static void run(dpl_ctx *ctx, const void *args) {
+    const attn_args *x = args;
+    const size_t n_tasks = x->a.n_batch * x->a.n_heads * dpl_div_up(x->n_tiles, x->task_tiles);
     const size_t grain = dpl_row_grain((x->a.n_heads + 1) * x->a.d_rope * sizeof(float));
-    dpl_ctx_loop(ctx, (dpl_loop){backward_task, n_heads, 1}, x);
-    dpl_ctx_loop(ctx, (dpl_loop){sum_rope, x->a.n_batch * x->a.n_seq, grain}, x);
+    dpl_ctx_loop(ctx, (dpl_loop){run_task, n_tasks, 1}, x);
+    if (x->dq.p) dpl_ctx_loop(ctx, (dpl_loop){sum_rope, x->a.n_batch * x->a.n_seq, grain}, x);
+}
+
+static void submit(dpl_ctx *ctx, attn_args x, const dpl_span outputs[3]) {
+    const size_t mark = dpl_ctx_mark(ctx), rope_rows = x.a.n_batch * x.a.n_heads * x.a.n_seq;
+    x.g = &ctx->kernels->gemm;
+    x.n_tiles = dpl_div_up(x.a.n_seq, x.g->mr);
+    x.block_tiles = DPL_MAX(1, BLOCK_ROWS / x.g->mr);
+    x.task_tiles = x.dq.p ? DPL_MAX(1, x.n_tiles) : x.block_tiles * TASK_BLOCKS;
+    attn_head h = open_shape(&x);
+    x.work_size = lay_out(&h, NULL);
+    x.work = dpl_ctx_alloc(ctx, (size_t)dpl_pool_threads(ctx->pool) * x.work_size * sizeof(float));
+    if (x.dq.p) x.rope_parts = dpl_ctx_alloc(ctx, rope_rows * x.a.d_rope * sizeof(float));
+    dpl_ctx_submit(ctx, run, &x, sizeof x, outputs, 3);
+    dpl_ctx_release(ctx, mark);
+}
+
+void dpl_attention_forward(dpl_ctx *ctx, const dpl_attention *a, dpl_mat out, float *lse) {
+    const size_t n_rows = a->n_batch * a->n_seq;
+    const dpl_span outputs[3] = {dpl_row_span(out, n_rows, a->n_heads * a->d_v),
+                                 {lse, n_rows * a->n_heads * sizeof *lse}};
+    submit(ctx, (attn_args){.a = *a, .out = out, .lse = lse}, outputs);
 }
 
 void dpl_attention_backward(dpl_ctx *ctx, const dpl_attention *a, dpl_mat out, const float *lse,
                             dpl_mat dout, dpl_mat dq, dpl_mat dkv, dpl_mat dk_rope) {
-    const size_t mark = dpl_ctx_mark(ctx), n_rows = a->n_batch * a->n_seq;
-    attn_args x = open_args(ctx, a, true);
-    x.out = out;
-    x.dout = dout;
-    x.dq = dq;
-    x.dkv = dkv;
-    x.dk_rope = dk_rope;
+    const size_t n_rows = a->n_batch * a->n_seq;
+    const dpl_span outputs[3] = {dpl_row_span(dq, n_rows, a->n_heads * (a->d_nope + a->d_rope)),
+                                 dpl_row_span(dkv, n_rows, a->n_heads * (a->d_nope + a->d_v)),
+                                 dpl_row_span(dk_rope, n_rows, a->d_rope)};
+    attn_args x = {.a = *a, .out = out, .dout = dout, .dq = dq, .dkv = dkv, .dk_rope = dk_rope};
     x.lse = (float *)(uintptr_t)lse;
-    x.rope_parts = dpl_ctx_alloc(ctx, n_rows * a->n_heads * a->d_rope * sizeof(float));
-    DPL_SUBMIT(ctx, run_backward, x, dpl_row_span(dq, n_rows, a->n_heads * (a->d_nope + a->d_rope)),
-               dpl_row_span(dkv, n_rows, a->n_heads * (a->d_nope + a->d_v)),
-               dpl_row_span(dk_rope, n_rows, a->d_rope));
-    dpl_ctx_release(ctx, mark);
+    submit(ctx, x, outputs);
 }
