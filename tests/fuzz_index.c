@@ -23,11 +23,10 @@ static void make_dir(void) {
     dpl_log_sink(silent, NULL);
     if (!mkdtemp(dir) || atexit(remove_dir) != 0) abort();
     for (int i = 0; i < 2; i++) {
-        const dpl_st_tensor tensor = {.name = i ? "w1" : "w0", .dtype = DPL_ST_U8};
-        dpl_st_writer *writer;
+        const dpl_st_tensor tensor = {
+            .name = i ? "w1" : "w0", .dtype = DPL_ST_U8, .data = (const uint8_t *)"x"};
         if (dpl_path_join(dir, i ? "b" : "a", path) != DPL_OK ||
-            dpl_st_create(path, &tensor, 1, &writer) != DPL_OK ||
-            dpl_st_append(writer, "x", 1) != DPL_OK || dpl_st_finish(&writer) != DPL_OK)
+            dpl_st_write(path, &tensor, 1, NULL, NULL) != DPL_OK)
             abort();
     }
     if (dpl_path_join(dir, "model.safetensors.index.json", index_path) != DPL_OK) abort();

@@ -141,12 +141,12 @@ static void full_disk(void **state) {
         bad |= dpl_write_file(path, data, sizeof data) != DPL_EIO;
         bad |= !strstr(dpl_error_message(), path) || !strstr(dpl_error_message(), "No space");
         bad |= !scratch_holds(path, "old", 3);
-        const dpl_st_tensor tensor = {
-            .name = "t", .dtype = DPL_ST_U8, .rank = 1, .shape = {sizeof data}};
-        dpl_st_writer *writer;
-        bad |= dpl_st_create(scratch_path("disk/st"), &tensor, 1, &writer) != DPL_OK;
-        bad |= dpl_st_append(writer, data, sizeof data) != DPL_EIO;
-        bad |= dpl_st_finish(&writer) == DPL_OK;
+        const dpl_st_tensor tensor = {.name = "t",
+                                      .dtype = DPL_ST_U8,
+                                      .rank = 1,
+                                      .shape = {sizeof data},
+                                      .data = (const uint8_t *)data};
+        bad |= dpl_st_write(scratch_path("disk/st"), &tensor, 1, NULL, NULL) != DPL_EIO;
         static int32_t ids[1 << 18];
         bad |= dpl_bin_write(scratch_path("disk/x.bin"), 256, ids, DPL_COUNT(ids)) != DPL_EIO;
         bad |= scratch_count(dir) != 1; // only the first file is left

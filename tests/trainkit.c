@@ -128,11 +128,7 @@ void run_write_batch(const char *path, size_t n_batch, size_t n_seq, const int32
                                   .dtype = DPL_ST_I32,
                                   .rank = 2,
                                   .shape = {(int64_t)n_batch, (int64_t)n_seq},
-                                  .bytes = n * sizeof(int32_t)};
-    dpl_st_writer *writer = NULL;
-    check_ok(dpl_st_create(path, list, DPL_COUNT(planes), &writer));
-    for (size_t i = 0; i < DPL_COUNT(planes); i++)
-        check_ok(dpl_st_append(writer, planes[i].data, n * sizeof(int32_t)));
-    check_ok(dpl_st_finish(&writer));
+                                  .data = (const uint8_t *)planes[i].data};
+    check_ok(dpl_st_write(path, list, DPL_COUNT(planes), NULL, NULL));
     free(ones);
 }

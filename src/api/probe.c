@@ -58,16 +58,6 @@ static void on_tensor(void *arg, const char *name, bool is_int, int rank, const 
         collect(p, name, is_int ? DPL_ST_I64 : DPL_ST_F32, rank, shape, data);
 }
 
-static dpl_status write_collection(const probe *p, const char *path) {
-    dpl_st_writer *writer = NULL;
-    dpl_status status = dpl_st_create(path, p->list, p->n, &writer);
-    for (size_t i = 0; i < p->n && status == DPL_OK; i++)
-        status = dpl_st_append(writer, p->list[i].data, p->list[i].bytes);
-    if (status == DPL_OK) status = dpl_st_finish(&writer);
-    dpl_st_abandon(&writer);
-    return status;
-}
-
 // A flat array under its tensors' names on disk.
 static dpl_status collect_flat(probe *p, const char *prefix, const float *flat) {
     for (size_t i = 0; i < p->model->n_disk; i++) {
@@ -106,7 +96,8 @@ static dpl_status read_batch(probe *p, const dpl_st_file *file) {
     DPL_TRY(dpl_st_read_i32(ids, 0, vocab - 1, p->tokens.ids));
     // Labels are not shifted: position s predicts labels[s + 1].
     const int32_t *unshifted = labels ? targets : p->tokens.ids;
-    for (size_t i = 0; i < n; i++) targets[i] = (i + 1) % n_seq ? DPL_MAX(unshifted[i + 1], -1) : -1;
+    for (size_t i = 0; i < n; i++)
+        targets[i] = (i + 1) % n_seq ? DPL_MAX(unshifted[i + 1], -1) : -1;
     p->batch = (dpl_batch){(size_t)ids->shape[0], n_seq, p->tokens.ids, targets, NULL, NULL};
     return DPL_OK;
 }
@@ -227,7 +218,7 @@ dpl_status dpl_model_probe(dpl_ctx *ctx, const char *path, const char *input_pat
     if (status == DPL_OK) status = dpl_api_apply(p.config, o->settings, o->n_settings);
     if (status == DPL_OK) status = dpl_model_open(ctx, path, p.config, &p.model);
     if (status == DPL_OK) status = run_probe(&p, input_path, o);
-    if (status == DPL_OK) status = write_collection(&p, output_path);
+    if (status == DPL_OK) status = dpl_st_write(output_path, p.list, p.n, NULL, NULL);
     for (size_t i = 0; i < p.n; i++) dpl_free((void *)(uintptr_t)p.list[i].data);
     dpl_free(p.list);
     dpl_optimizer_close(&p.optimizer);

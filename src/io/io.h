@@ -71,14 +71,15 @@ dpl_status dpl_parse_i64(const char *text, int64_t *value_out);
 
 /* ---- safetensors (st_read.c, st_write.c) ----------------------------------------------------- */
 
-#define DPL_ST_DTYPE_MAP(X)                                                                        \
-    X(BOOL, 1)                                                                                     \
-    X(U8, 1)                                                                                       \
-    X(I8, 1)                                                                                       \
-    X(F8_E5M2, 1)                                                                                  \
-    X(F8_E4M3, 1)                                                                                  \
-    X(F8_E8M0, 1) X(I16, 2) X(U16, 2) X(F16, 2) X(BF16, 2) X(I32, 4) X(U32, 4) X(F32, 4) X(F64, 8) \
-        X(I64, 8) X(U64, 8)
+#define DPL_ST_DTYPE_MAP(X)                                                                    \
+    X(BOOL, 1)                                                                                 \
+    X(U8, 1)                                                                                   \
+    X(I8, 1)                                                                                   \
+    X(F8_E5M2, 1)                                                                              \
+    X(F8_E4M3, 1)                                                                              \
+    X(F8_E8M0, 1)                                                                              \
+    X(I16, 2) X(U16, 2) X(F16, 2) X(BF16, 2) X(I32, 4) X(U32, 4) X(F32, 4) X(F64, 8) X(I64, 8) \
+        X(U64, 8)
 typedef enum dpl_st_dtype {
 #define DPL_ST_ENUM(id, bytes) DPL_ST_##id,
     DPL_ST_DTYPE_MAP(DPL_ST_ENUM)
@@ -97,7 +98,7 @@ typedef struct dpl_st_tensor {
     dpl_st_dtype dtype;
     int rank;
     int64_t shape[DPL_ST_RANK_MAX];
-    const uint8_t *data; // reader: in the mapping. Writer: NULL until written
+    const uint8_t *data; // reader: in the mapping
     uint64_t bytes;
 } dpl_st_tensor;
 size_t dpl_st_elems(const dpl_st_tensor *tensor);
@@ -125,22 +126,17 @@ const dpl_st_tensor *dpl_st_find(const dpl_st_file *file, const char *name); // 
 dpl_status dpl_st_read_f32(const dpl_st_tensor *tensor, float *dst);
 dpl_status dpl_st_read_i32(const dpl_st_tensor *tensor, int64_t low, int64_t high, int32_t *dst);
 
-// All tensors are declared first, then their bytes are appended in that order, in as many pieces as
-// wanted. The file appears at finish, which closes in any case and checks that every byte came.
-typedef struct dpl_st_writer dpl_st_writer;
-dpl_status dpl_st_create(const char *path, const dpl_st_tensor *tensors, size_t n_tensors,
-                         dpl_st_writer **writer_out);
-dpl_status dpl_st_append(dpl_st_writer *writer, const void *data, size_t bytes);
-dpl_status dpl_st_finish(dpl_st_writer **writer);
-void dpl_st_abandon(dpl_st_writer **writer);
-
+// The bytes of tensor i, as many as its dtype and shape say; they may be gone with the next call.
+typedef const void *(*dpl_data_fn)(void *arg, size_t i_tensor);
+// data_of NULL: the tensors' own `data`.
+dpl_status dpl_st_write(const char *path, const dpl_st_tensor *tensors, size_t n_tensors,
+                        dpl_data_fn data_of, void *arg);
 // Writes tensors to `dir` as model.safetensors, or as shards of at most shard_bytes (0: no limit; a
 // larger tensor has a shard of its own) with an index, and removes what an earlier call left there
-// under other names. `fill` appends the bytes of a tensor: wider dtypes come first, so that every
-// tensor is aligned in its file, else the order stays.
-typedef dpl_status (*dpl_fill_fn)(void *arg, size_t i_tensor, dpl_st_writer *writer);
+// under other names. Wider dtypes come first, so that every tensor is aligned in its file, else the
+// order stays.
 dpl_status dpl_shards_write(const char *dir, const dpl_st_tensor *tensors, size_t n_tensors,
-                            size_t shard_bytes, dpl_fill_fn fill, void *arg);
+                            size_t shard_bytes, dpl_data_fn data_of, void *arg);
 
 /* ---- text and tokens (tokens.c) -------------------------------------------------------------- */
 

@@ -1,9 +1,9 @@
 /*
  * st_write.c - writing safetensors: one file, or the weights of a model directory.
  *
- * A file's header says where each tensor lies, so all tensors are declared before the first byte,
- * and a file with too few or too many bytes never appears under its name. A directory gets one
- * file, or shards and then an index: a reader that finds the index finds all of them.
+ * A file's header says where each tensor lies, so their sizes come first and their bytes are asked
+ * for one tensor at a time. A directory gets one file, or shards and then an index: a reader that
+ * finds the index finds all of them.
  */
 #include <dirent.h>
 #include <stdlib.h>
@@ -13,11 +13,21 @@
 
 #define NAME_BYTES 64 // of a shard's name
 
-struct dpl_st_writer {
-    dpl_out out;
-    uint64_t data_bytes, written;
-    bool failed;
-};
+typedef struct plan {
+    const dpl_st_tensor *tensors;
+    size_t *order; // of writing
+    size_t n_tensors, n_shards;
+    uint64_t shard_bytes;
+    dpl_data_fn data_of;
+    void *arg;
+    json_t *index;
+} plan;
+
+static uint64_t bytes_at(const plan *p, size_t i) {
+    uint64_t bytes = 0;
+    (void)dpl_st_shape_bytes(&p->tensors[p->order[i]], &bytes);
+    return bytes;
+}
 
 /* ---- one file ------------------------------------------------------------------------------- */
 
@@ -58,136 +68,85 @@ static dpl_status write_header(dpl_out *out, const json_t *header) {
     return status;
 }
 
-dpl_status dpl_st_create(const char *path, const dpl_st_tensor *tensors, size_t n_tensors,
-                         dpl_st_writer **writer_out) {
-    dpl_st_writer *writer = dpl_alloc(sizeof *writer);
+// Writes the tensors first .. end-1 of the order as one file.
+static dpl_status write_part(const plan *p, const char *path, size_t first, size_t end) {
     json_t *header = json_pack("{s:{s:s}}", "__metadata__", "format", "pt");
-    dpl_status status = writer && header ? DPL_OK
-                                         : dpl_fail(DPL_ENOMEM, "no memory to write %s", path);
-    for (size_t i = 0; i < n_tensors && status == DPL_OK; i++)
-        status = add_tensor(path, header, &tensors[i], &writer->data_bytes);
-    if (status == DPL_OK) status = dpl_out_open(path, &writer->out);
-    if (status == DPL_OK && (status = write_header(&writer->out, header)) != DPL_OK)
-        dpl_out_abandon(&writer->out);
+    uint64_t n_bytes = 0;
+    dpl_out out;
+    dpl_status status = header ? DPL_OK : dpl_fail(DPL_ENOMEM, "no memory to write %s", path);
+    for (size_t i = first; i < end && status == DPL_OK; i++)
+        status = add_tensor(path, header, &p->tensors[p->order[i]], &n_bytes);
+    if (status == DPL_OK) status = dpl_out_open(path, &out);
+    const bool is_open = status == DPL_OK;
+    if (is_open) status = write_header(&out, header);
+    for (size_t i = first; i < end && status == DPL_OK; i++) {
+        const size_t number = p->order[i];
+        const void *data = p->data_of ? p->data_of(p->arg, number) : p->tensors[number].data;
+        status = dpl_out_write(&out, data, bytes_at(p, i));
+    }
+    if (status == DPL_OK) status = dpl_out_commit(&out);
+    else if (is_open) dpl_out_abandon(&out);
     json_decref(header);
-    if (status == DPL_OK) *writer_out = writer;
-    else dpl_free(writer);
     return status;
 }
 
-dpl_status dpl_st_append(dpl_st_writer *writer, const void *data, size_t bytes) {
-    dpl_status status;
-    if (bytes > writer->data_bytes - writer->written)
-        status = dpl_fail(DPL_EINVAL, "%s: more than the %llu bytes that its tensors have",
-                          writer->out.path, (unsigned long long)writer->data_bytes);
-    else status = dpl_out_write(&writer->out, data, bytes);
-    if (status == DPL_OK) writer->written += bytes;
-    writer->failed = writer->failed || status != DPL_OK;
+dpl_status dpl_st_write(const char *path, const dpl_st_tensor *tensors, size_t n_tensors,
+                        dpl_data_fn data_of, void *arg) {
+    plan p = {.tensors = tensors, .n_tensors = n_tensors, .data_of = data_of, .arg = arg};
+    p.order = dpl_alloc_array(n_tensors, sizeof *p.order);
+    if (!p.order) return dpl_fail(DPL_ENOMEM, "no memory to write %s", path);
+    for (size_t i = 0; i < n_tensors; i++) p.order[i] = i;
+    const dpl_status status = write_part(&p, path, 0, n_tensors);
+    dpl_free(p.order);
     return status;
-}
-
-dpl_status dpl_st_finish(dpl_st_writer **writer) {
-    dpl_st_writer *w = *writer;
-    dpl_status status;
-    if (w->failed || w->written != w->data_bytes)
-        status = dpl_fail(DPL_EINVAL, "%s: %llu of %llu bytes were written", w->out.path,
-                          (unsigned long long)w->written, (unsigned long long)w->data_bytes);
-    else status = dpl_out_commit(&w->out);
-    dpl_st_abandon(writer);
-    return status;
-}
-
-void dpl_st_abandon(dpl_st_writer **writer) {
-    if (!writer || !*writer) return;
-    dpl_out_abandon(&(*writer)->out);
-    dpl_free(*writer);
-    *writer = NULL;
 }
 
 /* ---- a model directory ---------------------------------------------------------------------- */
 
-typedef struct shard_plan {
-    const char *dir;
-    dpl_st_tensor *tensors; // in the order of writing
-    size_t *source;         // their numbers in the caller's list
-    size_t n_tensors, n_shards;
-    uint64_t shard_bytes;
-    json_t *index;
-} shard_plan;
-
-static void shard_name(const shard_plan *plan, size_t i_shard, char name[NAME_BYTES]) {
-    if (plan->n_shards == 1) strcpy(name, DPL_ST_SINGLE);
-    else
-        snprintf(name, NAME_BYTES, "model-%05zu-of-%05zu.safetensors", i_shard + 1, plan->n_shards);
+static void shard_name(const plan *p, size_t i_shard, char name[NAME_BYTES]) {
+    if (p->n_shards == 1) strcpy(name, DPL_ST_SINGLE);
+    else snprintf(name, NAME_BYTES, "model-%05zu-of-%05zu.safetensors", i_shard + 1, p->n_shards);
 }
 
 // The tensor behind the last one of the shard that starts with `first`.
-static size_t shard_end(const shard_plan *plan, size_t first) {
+static size_t shard_end(const plan *p, size_t first) {
     uint64_t bytes = 0;
-    for (size_t i = first; i < plan->n_tensors; i++) {
-        if (bytes > 0 && bytes + plan->tensors[i].bytes > plan->shard_bytes) return i;
-        bytes += plan->tensors[i].bytes;
+    for (size_t i = first; i < p->n_tensors; i++) {
+        if (bytes > 0 && bytes + bytes_at(p, i) > p->shard_bytes) return i;
+        bytes += bytes_at(p, i);
     }
-    return plan->n_tensors;
+    return p->n_tensors;
 }
 
 // Orders the tensors by width, cuts them into shards and lists those in the index.
-static dpl_status make_plan(shard_plan *plan, const dpl_st_tensor *tensors) {
-    const size_t n = plan->n_tensors;
-    plan->tensors = dpl_alloc_array(n, sizeof *plan->tensors);
-    plan->source = dpl_alloc_array(n, sizeof *plan->source);
+static dpl_status make_plan(plan *p, const char *dir) {
+    const size_t n = p->n_tensors;
     json_t *map = json_object();
-    plan->index = json_pack("{s:o}", "weight_map", map);
-    if (!plan->tensors || !plan->source || !plan->index)
-        return dpl_fail(DPL_ENOMEM, "no memory to write %s", plan->dir);
+    p->order = dpl_alloc_array(n, sizeof *p->order);
+    p->index = json_pack("{s:o}", "weight_map", map);
+    if (!p->order || !p->index) return dpl_fail(DPL_ENOMEM, "no memory to write %s", dir);
     uint64_t total_bytes = 0;
-    for (size_t i = 0; i < n; i++) DPL_TRY(add_tensor(plan->dir, map, &tensors[i], &total_bytes));
-    dpl_st_tensor *next = plan->tensors;
-    for (size_t i = 0; i < 4 * n; i++) { // widths 8, 4, 2, 1
-        if (dpl_st_dtype_bytes(tensors[i % n].dtype) != 8u >> i / n) continue;
-        plan->source[next - plan->tensors] = i % n;
-        *next = tensors[i % n];
-        (void)dpl_st_shape_bytes(next, &next->bytes);
-        next++;
-    }
-    for (size_t i = shard_end(plan, 0); i < n; i = shard_end(plan, i)) plan->n_shards++;
-    int rc = json_object_set_new(plan->index, "metadata",
+    for (size_t i = 0; i < n; i++) DPL_TRY(add_tensor(dir, map, &p->tensors[i], &total_bytes));
+    size_t *next = p->order;
+    for (size_t i = 0; i < 4 * n; i++) // widths 8, 4, 2, 1
+        if (dpl_st_dtype_bytes(p->tensors[i % n].dtype) == 8u >> i / n) *next++ = i % n;
+    for (size_t i = shard_end(p, 0); i < n; i = shard_end(p, i)) p->n_shards++;
+    int rc = json_object_set_new(p->index, "metadata",
                                  json_pack("{s:I}", "total_size", (json_int_t)total_bytes));
     for (size_t i = 0, end, i_shard = 0; i < n; i_shard++) {
         char file[NAME_BYTES];
-        shard_name(plan, i_shard, file);
-        for (end = shard_end(plan, i); i < end; i++)
-            rc |= json_object_set_new(map, plan->tensors[i].name, json_string(file));
+        shard_name(p, i_shard, file);
+        for (end = shard_end(p, i); i < end; i++)
+            rc |= json_object_set_new(map, p->tensors[p->order[i]].name, json_string(file));
     }
-    return rc == 0 ? DPL_OK : dpl_fail(DPL_ENOMEM, "no memory to write %s", plan->dir);
-}
-
-static dpl_status write_shard(const shard_plan *plan, size_t i_shard, size_t first, size_t end,
-                              dpl_fill_fn fill, void *arg) {
-    char name[NAME_BYTES], path[PATH_MAX];
-    shard_name(plan, i_shard, name);
-    DPL_TRY(dpl_path_join(plan->dir, name, path));
-    dpl_st_writer *writer;
-    DPL_TRY(dpl_st_create(path, plan->tensors + first, end - first, &writer));
-    dpl_status status = DPL_OK;
-    for (size_t i = first; i < end && status == DPL_OK; i++) {
-        const uint64_t before = writer->written;
-        status = fill(arg, plan->source[i], writer);
-        if (status == DPL_OK && writer->written - before != plan->tensors[i].bytes)
-            status = dpl_fail(DPL_EINVAL, "%s: tensor %s got %llu bytes, expected %llu", path,
-                              plan->tensors[i].name, (unsigned long long)(writer->written - before),
-                              (unsigned long long)plan->tensors[i].bytes);
-    }
-    if (status == DPL_OK) return dpl_st_finish(&writer);
-    dpl_st_abandon(&writer);
-    return status;
+    return rc == 0 ? DPL_OK : dpl_fail(DPL_ENOMEM, "no memory to write %s", dir);
 }
 
 // Removes files of an earlier save that the new one did not replace.
-static dpl_status remove_stale(const shard_plan *plan) {
-    DIR *dir = opendir(plan->dir);
-    if (!dir) return dpl_fail(DPL_EIO, "cannot read the folder %s: %m", plan->dir);
-    const bool sharded = plan->n_shards > 1;
+static dpl_status remove_stale(const plan *p, const char *path) {
+    DIR *dir = opendir(path);
+    if (!dir) return dpl_fail(DPL_EIO, "cannot read the folder %s: %m", path);
+    const bool sharded = p->n_shards > 1;
     dpl_status status = DPL_OK;
     const struct dirent *entry;
     while (status == DPL_OK && (entry = readdir(dir))) {
@@ -196,32 +155,37 @@ static dpl_status remove_stale(const shard_plan *plan) {
         sscanf(entry->d_name, "model-%5zu-of-%5zu.safetensors%n", &i, &n, &end);
         const bool is_shard = end > 0 && !entry->d_name[end];
         if (strcmp(entry->d_name, sharded ? DPL_ST_SINGLE : DPL_ST_INDEX) != 0 &&
-            (!is_shard || (sharded && n == plan->n_shards && i >= 1 && i <= n)))
+            (!is_shard || (sharded && n == p->n_shards && i >= 1 && i <= n)))
             continue;
         if (unlinkat(dirfd(dir), entry->d_name, 0) != 0)
-            status = dpl_fail(DPL_EIO, "cannot remove %s/%s: %m", plan->dir, entry->d_name);
+            status = dpl_fail(DPL_EIO, "cannot remove %s/%s: %m", path, entry->d_name);
     }
     closedir(dir);
     return status;
 }
 
 dpl_status dpl_shards_write(const char *dir, const dpl_st_tensor *tensors, size_t n_tensors,
-                            size_t shard_bytes, dpl_fill_fn fill, void *arg) {
-    shard_plan plan = {.dir = dir,
-                       .n_tensors = n_tensors,
-                       .n_shards = 1,
-                       .shard_bytes = shard_bytes > 0 ? shard_bytes : UINT64_MAX};
-    char path[PATH_MAX];
-    dpl_status status = dpl_path_join(dir, DPL_ST_INDEX, path);
-    if (status == DPL_OK) status = make_plan(&plan, tensors);
-    for (size_t i = 0, first = 0, end; i < plan.n_shards && status == DPL_OK; i++, first = end) {
-        end = shard_end(&plan, first);
-        status = write_shard(&plan, i, first, end, fill, arg);
+                            size_t shard_bytes, dpl_data_fn data_of, void *arg) {
+    plan p = {.tensors = tensors,
+              .n_tensors = n_tensors,
+              .n_shards = 1,
+              .shard_bytes = shard_bytes > 0 ? shard_bytes : UINT64_MAX,
+              .data_of = data_of,
+              .arg = arg};
+    char name[NAME_BYTES], path[PATH_MAX];
+    dpl_status status = make_plan(&p, dir);
+    for (size_t i = 0, first = 0, end; i < p.n_shards && status == DPL_OK; i++, first = end) {
+        end = shard_end(&p, first);
+        shard_name(&p, i, name);
+        status = dpl_path_join(dir, name, path);
+        if (status == DPL_OK) status = write_part(&p, path, first, end);
     }
-    if (status == DPL_OK && plan.n_shards > 1) status = dpl_json_write(path, plan.index);
-    if (status == DPL_OK) status = remove_stale(&plan);
-    json_decref(plan.index);
-    dpl_free(plan.source);
-    dpl_free(plan.tensors);
+    if (status == DPL_OK && p.n_shards > 1) {
+        status = dpl_path_join(dir, DPL_ST_INDEX, path);
+        if (status == DPL_OK) status = dpl_json_write(path, p.index);
+    }
+    if (status == DPL_OK) status = remove_stale(&p, dir);
+    json_decref(p.index);
+    dpl_free(p.order);
     return status;
 }

@@ -203,16 +203,15 @@ dpl_status dpl_model_load(dpl_model *m, const char *dir) {
 
 /* ---- writing ---- */
 
-static dpl_status write_slot(void *arg, size_t i, dpl_st_writer *writer) {
+static const void *slot_data(void *arg, size_t i) {
     const slots *s = arg;
     const dpl_disk_tensor *t = s->at[i].t;
-    if (t->bias) return dpl_st_append(writer, t->bias, s->tensors[i].bytes);
+    if (t->bias) return t->bias;
     dpl_disk_gather(t, s->at[i].flat, s->values);
-    if (s->tensors[i].dtype == DPL_ST_F32)
-        return dpl_st_append(writer, s->values, s->tensors[i].bytes);
+    if (s->tensors[i].dtype == DPL_ST_F32) return s->values;
     uint16_t *halves = (void *)s->other;
     for (size_t j = 0; j < dpl_disk_elems(t); j++) halves[j] = dpl_f32_to_bf16(s->values[j]);
-    return dpl_st_append(writer, halves, s->tensors[i].bytes);
+    return halves;
 }
 
 static dpl_status write_config(const dpl_model *m, const char *dir, dpl_dtype dtype) {
@@ -230,7 +229,7 @@ dpl_status dpl_model_save(dpl_model *m, const char *dir, dpl_dtype dtype, size_t
     DPL_TRY(open_slots(m, NULL, &m->params.master, 1, dtype, &s));
     dpl_status status = write_config(m, dir, dtype);
     if (status == DPL_OK)
-        status = dpl_shards_write(dir, s.tensors, s.n, shard_bytes, write_slot, &s);
+        status = dpl_shards_write(dir, s.tensors, s.n, shard_bytes, slot_data, &s);
     close_slots(&s);
     return status;
 }
@@ -238,12 +237,8 @@ dpl_status dpl_model_save(dpl_model *m, const char *dir, dpl_dtype dtype, size_t
 dpl_status dpl_model_save_flat(dpl_model *m, const char *path, const char *const *prefixes,
                                float *const *flats, size_t n_flats) {
     slots s;
-    dpl_st_writer *writer = NULL;
     DPL_TRY(open_slots(m, prefixes, flats, n_flats, DPL_F32, &s));
-    dpl_status status = dpl_st_create(path, s.tensors, s.n, &writer);
-    for (size_t i = 0; i < s.n && status == DPL_OK; i++) status = write_slot(&s, i, writer);
-    if (status == DPL_OK) status = dpl_st_finish(&writer);
-    dpl_st_abandon(&writer);
+    const dpl_status status = dpl_st_write(path, s.tensors, s.n, slot_data, &s);
     close_slots(&s);
     return status;
 }
