@@ -423,7 +423,7 @@ static void every_failing_allocation_is_an_error(void **state) {
         if (status != DPL_OK) check_error(status, DPL_ENOMEM, "no memory", "");
     }
     check_ok(status);
-    assert_int_equal(nth, 13); // 12 allocations
+    assert_int_equal(nth, 11); // 10 allocations
     dpl_comm_close(&comm);
     dpl_ctx_close(&ctx);
 }

@@ -15,11 +15,6 @@ dpl_mat dpl_act_alloc(dpl_model *m, size_t n_rows, size_t width, bool f32) {
     return dpl_moe_mat(m->ctx, NULL, n_rows, width, f32 ? DPL_F32 : m->dtype);
 }
 
-dpl_mat dpl_act_keep(dpl_model *m, dpl_block_saved *saved, dpl_act_id id, size_t n_rows) {
-    const size_t width = dpl_act_width(&m->config, id);
-    return saved->act[id] = dpl_act_alloc(m, n_rows, width, id == DPL_ACT_MLP_INPUT);
-}
-
 static const dpl_param *bias_of(const dpl_model *m, int layer, dpl_param_id id) {
     if (id != DPL_P_Q_A && id != DPL_P_KV_A && id != DPL_P_O) return NULL;
     return dpl_model_param(m, layer, (dpl_param_id)(id + 1));
@@ -126,13 +121,16 @@ static dpl_mlp dense_mlp(const dpl_model *m, int layer, const dpl_block_saved *s
 dpl_status dpl_block_forward(dpl_model *m, int layer, const dpl_stream *s, const dpl_aux *aux,
                              const dpl_mla_cache *cache, dpl_mat x, dpl_mat out,
                              dpl_block_saved *saved) {
+    const bool moe = dpl_model_layer_is_moe(&m->config, (size_t)layer);
     const size_t T = s->n_tokens;
     *saved = (dpl_block_saved){.act[DPL_ACT_INPUT] = x};
+    for (dpl_act_id id = DPL_ACT_INPUT + 1; id < (moe ? DPL_ACT_MLPWI : DPL_ACT_N); id++)
+        saved->act[id] = dpl_act_alloc(m, T, dpl_act_width(&m->config, id),
+                                       id == DPL_ACT_MLP_INPUT);
     dpl_mla_forward(m, layer, s, cache, saved);
-    const dpl_mat middle = saved->act[DPL_ACT_MLP_INPUT],
-                  n = dpl_act_keep(m, saved, DPL_ACT_MLP_NORM, T);
+    const dpl_mat middle = saved->act[DPL_ACT_MLP_INPUT], n = saved->act[DPL_ACT_MLP_NORM];
     saved->rstd_mlp = dpl_norm_forward(m, layer, DPL_P_MLP_NORM, middle, T, n);
-    if (dpl_model_layer_is_moe(&m->config, (size_t)layer)) {
+    if (moe) {
         const dpl_moe_shape shape = moe_shape(m);
         const dpl_moe_weights weights = moe_weights(m, layer);
         const dpl_status status = dpl_moe_forward_in(m->ctx, m->comm, &shape, &weights, n, T,
@@ -140,8 +138,6 @@ dpl_status dpl_block_forward(dpl_model *m, int layer, const dpl_stream *s, const
         if (status != DPL_OK) return dpl_fail_in(status, "layer %d", layer);
         dpl_probe_routing(m, layer, &saved->moe);
     } else {
-        dpl_act_keep(m, saved, DPL_ACT_MLPWI, T);
-        dpl_act_keep(m, saved, DPL_ACT_MLP_HIDDEN, T);
         const dpl_mlp mlp = dense_mlp(m, layer, saved, T);
         dpl_experts_forward(m->ctx, &mlp, out);
     }

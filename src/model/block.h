@@ -49,8 +49,6 @@ typedef struct dpl_block_saved {
 /* ---- block.c: what all of src/model is made of. Blocks come from the step arena. ---- */
 
 dpl_mat dpl_act_alloc(dpl_model *model, size_t n_rows, size_t width, bool f32);
-// The block of saved->act[id].
-dpl_mat dpl_act_keep(dpl_model *model, dpl_block_saved *saved, dpl_act_id id, size_t n_rows);
 // y = x W^T + bias, if the matrix `id` has one.
 void dpl_linear_forward(dpl_model *model, int layer, dpl_param_id id, dpl_mat x, size_t n_rows,
                         dpl_mat y);
@@ -82,7 +80,7 @@ dpl_status dpl_block_backward(dpl_model *model, int layer, const dpl_stream *str
 
 /* ---- mla.c ---- */
 
-// act[INPUT] -> act[MLP_INPUT] = input + attention; everything between is kept.
+// act[INPUT] -> act[MLP_INPUT] = input + attention; the blocks between are there already.
 void dpl_mla_forward(dpl_model *model, int layer, const dpl_stream *stream,
                      const dpl_mla_cache *cache, dpl_block_saved *saved);
 // dx (T, D) F32: gradient of act[MLP_INPUT] on entry, of act[INPUT] on return.

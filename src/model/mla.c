@@ -38,18 +38,16 @@ static dpl_attention attention_of(const dpl_model *m, const dpl_stream *s,
                            .k_rope = dpl_mat_at(saved->act[DPL_ACT_KV_A], 0, c->kv_lora)};
 }
 
-static void query_forward(dpl_model *m, int layer, const dpl_stream *s, dpl_block_saved *saved) {
-    const size_t T = s->n_tokens;
-    const dpl_mat n = saved->act[DPL_ACT_ATTN_NORM], q = dpl_act_keep(m, saved, DPL_ACT_Q, T);
+static void query_forward(dpl_model *m, int layer, size_t n_rows, dpl_block_saved *saved) {
+    const dpl_mat *act = saved->act, n = act[DPL_ACT_ATTN_NORM], q = act[DPL_ACT_Q];
     if (!m->config.q_lora) {
-        dpl_linear_forward(m, layer, DPL_P_Q, n, T, q);
+        dpl_linear_forward(m, layer, DPL_P_Q, n, n_rows, q);
         return;
     }
-    const dpl_mat q_a = dpl_act_keep(m, saved, DPL_ACT_Q_A, T),
-                  q_n = dpl_act_keep(m, saved, DPL_ACT_Q_A_NORM, T);
-    dpl_linear_forward(m, layer, DPL_P_Q_A, n, T, q_a);
-    saved->rstd_q = dpl_norm_forward(m, layer, DPL_P_Q_A_NORM, q_a, T, q_n);
-    dpl_linear_forward(m, layer, DPL_P_Q_B, q_n, T, q);
+    const dpl_mat q_a = act[DPL_ACT_Q_A], q_n = act[DPL_ACT_Q_A_NORM];
+    dpl_linear_forward(m, layer, DPL_P_Q_A, n, n_rows, q_a);
+    saved->rstd_q = dpl_norm_forward(m, layer, DPL_P_Q_A_NORM, q_a, n_rows, q_n);
+    dpl_linear_forward(m, layer, DPL_P_Q_B, q_n, n_rows, q);
 }
 
 // dq -> dn (accumulated).
@@ -71,11 +69,11 @@ static void query_backward(dpl_model *m, int layer, const dpl_stream *s,
 // Keys and values of every head, as training needs them.
 static void attend(dpl_model *m, int layer, const dpl_stream *s, dpl_block_saved *saved) {
     const size_t T = s->n_tokens;
-    const dpl_mat kv = dpl_act_keep(m, saved, DPL_ACT_KV, T);
-    dpl_linear_forward(m, layer, DPL_P_KV_B, saved->act[DPL_ACT_KV_A_NORM], T, kv);
+    const dpl_mat *act = saved->act;
+    dpl_linear_forward(m, layer, DPL_P_KV_B, act[DPL_ACT_KV_A_NORM], T, act[DPL_ACT_KV]);
     saved->lse = dpl_ctx_alloc(m->ctx, T * m->config.n_heads * sizeof(float));
     const dpl_attention a = attention_of(m, s, saved);
-    dpl_attention_forward(m->ctx, &a, saved->act[DPL_ACT_CONTEXT], saved->lse);
+    dpl_attention_forward(m->ctx, &a, act[DPL_ACT_CONTEXT], saved->lse);
 }
 
 // Over the cache, which this call's tokens enter first.
@@ -105,21 +103,18 @@ static void attend_cached(dpl_model *m, const dpl_stream *s, const dpl_mla_cache
 void dpl_mla_forward(dpl_model *m, int layer, const dpl_stream *s, const dpl_mla_cache *cache,
                      dpl_block_saved *saved) {
     const size_t T = s->n_tokens, D = m->config.d;
-    const dpl_mat x = saved->act[DPL_ACT_INPUT], n = dpl_act_keep(m, saved, DPL_ACT_ATTN_NORM, T);
+    const dpl_mat *act = saved->act, x = act[DPL_ACT_INPUT], n = act[DPL_ACT_ATTN_NORM],
+                  kv_a = act[DPL_ACT_KV_A], out = act[DPL_ACT_MLP_INPUT];
     saved->rstd_attn = dpl_norm_forward(m, layer, DPL_P_ATTN_NORM, x, T, n);
-    query_forward(m, layer, s, saved);
-    const dpl_mat kv_a = dpl_act_keep(m, saved, DPL_ACT_KV_A, T),
-                  kv_n = dpl_act_keep(m, saved, DPL_ACT_KV_A_NORM, T),
-                  context = dpl_act_keep(m, saved, DPL_ACT_CONTEXT, T),
-                  out = dpl_act_keep(m, saved, DPL_ACT_MLP_INPUT, T);
+    query_forward(m, layer, T, saved);
     dpl_linear_forward(m, layer, DPL_P_KV_A, n, T, kv_a);
-    saved->rstd_kv = dpl_norm_forward(m, layer, DPL_P_KV_A_NORM, kv_a, T, kv_n);
+    saved->rstd_kv = dpl_norm_forward(m, layer, DPL_P_KV_A_NORM, kv_a, T, act[DPL_ACT_KV_A_NORM]);
     dpl_ctx_phase(m->ctx, DPL_PHASE_ATTENTION);
-    rotate(m, s, saved->act[DPL_ACT_Q], dpl_mat_at(kv_a, 0, m->config.kv_lora), false);
+    rotate(m, s, act[DPL_ACT_Q], dpl_mat_at(kv_a, 0, m->config.kv_lora), false);
     if (cache) attend_cached(m, s, cache, saved);
     else attend(m, layer, s, saved);
     dpl_ctx_phase(m->ctx, DPL_PHASE_OTHER);
-    dpl_linear_forward(m, layer, DPL_P_O, context, T, out);
+    dpl_linear_forward(m, layer, DPL_P_O, act[DPL_ACT_CONTEXT], T, out);
     dpl_probe_mat(m, "attn", layer, s, out, D);
     dpl_add(m->ctx, x, out, T, D, out);
 }

@@ -35,7 +35,6 @@ void dpl_model_destroy(dpl_model **model) {
     dpl_ctx_wait((*model)->ctx);
     dpl_params_free(*model);
     dpl_free((*model)->cos);
-    dpl_free((*model)->sin);
     dpl_free(*model);
     *model = NULL;
 }
@@ -44,23 +43,19 @@ dpl_status dpl_model_rope_tables(dpl_model *m, size_t n) {
     const size_t half = m->config.d_rope / 2;
     if (n <= m->n_positions) return DPL_OK;
     n = DPL_MIN(DPL_MAX(n, 2 * m->n_positions), m->config.max_positions);
-    float *cosines = dpl_alloc_array(n * half, sizeof(float)),
-          *sines = dpl_alloc_array(n * half, sizeof(float)),
-          *frequency = dpl_alloc_array(half, sizeof(float));
-    const bool good = cosines && sines && frequency;
-    const double factor = good ? dpl_rope_frequencies(&m->config, frequency) : 0;
-    for (size_t i = 0; i < n * half && good; i++) {
+    float *table = dpl_alloc_array((2 * n + 1) * half, sizeof(float)); // cos, sin, frequencies
+    if (!table) return dpl_fail(DPL_ENOMEM, "no memory for the rotary tables of %zu positions", n);
+    float *frequency = table + 2 * n * half;
+    const double factor = dpl_rope_frequencies(&m->config, frequency);
+    for (size_t i = 0; i < n * half; i++) {
         const double angle = (double)(i / half) * (double)frequency[i % half];
-        cosines[i] = (float)(cos(angle) * factor);
-        sines[i] = (float)(sin(angle) * factor);
+        table[i] = (float)(cos(angle) * factor);
+        table[n * half + i] = (float)(sin(angle) * factor);
     }
     dpl_ctx_wait(m->ctx);
-    dpl_free(frequency);
-    dpl_free(good ? m->cos : cosines);
-    dpl_free(good ? m->sin : sines);
-    if (!good) return dpl_fail(DPL_ENOMEM, "no memory for the rotary tables of %zu positions", n);
-    m->cos = cosines;
-    m->sin = sines;
+    dpl_free(m->cos);
+    m->cos = table;
+    m->sin = table + n * half;
     m->n_positions = n;
     return DPL_OK;
 }

@@ -164,7 +164,7 @@ struct dpl_model {
     size_t n_disk;
     float *router_bias; // (layers incl. MTP, E); rows of dense layers unused
     int64_t *counts;    // (layers incl. MTP, E): tokens per expert since the trainer cleared it
-    float *cos, *sin;   // (n_positions, d_rope / 2), grown on demand
+    float *cos, *sin;   // (n_positions, d_rope / 2), one block, grown on demand
     size_t n_positions;
     dpl_probe_fn probe; // NULL: none
     void *probe_arg;
