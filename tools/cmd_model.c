@@ -82,8 +82,7 @@ static int parse_ids(const cli_args *args, const char *text, prompt *p) {
         errno = 0;
         const long long id = strtoll(text, &end, 10);
         if (end == text || errno || id < 0 || id > INT32_MAX || (*end && *end != ','))
-            return cli_usage(args->command,
-                             "--prompt-ids is '%s', expected ids with commas between",
+            return cli_usage(args->command, "--prompt-ids is '%s', expected ids like 1,2,3",
                              args->option[PROMPT_IDS]);
         p->ids[p->n++] = (int32_t)id;
         if (!*end) return CLI_OK;
@@ -136,8 +135,7 @@ static int answer(cli_args *args, const prompt *p) {
     const size_t room = info.positions_max > p->n ? info.positions_max - p->n : 0;
     if (!args->option[TOKENS] && room && n_tokens > room) n_tokens = room;
     if (p->n + n_tokens > info.positions_max)
-        return cli_usage(args->command,
-                         "a prompt of %zu and --tokens %zu are more than the model's %zu positions",
+        return cli_usage(args->command, "a prompt of %zu and --tokens %zu exceed the %zu positions",
                          p->n, n_tokens, info.positions_max);
     const dpl_generator_options o = {sizeof o, p->n + n_tokens, args->number[TEMPERATURE],
                                      args->number[TOP_P], (uint64_t)args->number[SEED]};

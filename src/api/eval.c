@@ -28,8 +28,7 @@ dpl_status dpl_model_eval(dpl_model *model, const char *data_path, const dpl_con
     dpl_config *defaults = NULL;
     dpl_data *data = NULL;
     dpl_eval_metrics m;
-    DPL_CHECK(model && data_path && loss_out,
-              "a model, a data path and a place for the loss are needed");
+    DPL_NEED(model && data_path && loss_out);
     if (!config) DPL_TRY(dpl_config_open(NULL, &defaults));
     dpl_options o = config ? config->o : defaults->o;
     // A file that is given here is text unless it is said to be tokens.

@@ -17,11 +17,10 @@ struct dpl_generator {
 
 dpl_status dpl_generator_open(dpl_model *model, const dpl_generator_options *o,
                               dpl_generator **generator_out) {
-    DPL_CHECK(model && o && generator_out,
-              "a model, options and a place for the generator are needed");
+    DPL_NEED(model && o && generator_out);
     DPL_CHECK(o->struct_bytes == sizeof *o, "struct_bytes must be sizeof(dpl_generator_options)");
     DPL_TRY(dpl_check_size("tokens_max", o->tokens_max, 1, model->config.max_positions));
-    DPL_CHECK(o->temperature >= 0 && o->temperature <= 1e6, "temperature is %g, expected 0 to 1e6",
+    DPL_CHECK(o->temperature >= 0 && o->temperature <= 1e6, "temperature=%g, expected 0 to 1e6",
               o->temperature);
     DPL_CHECK(o->top_p > 0 && o->top_p <= 1, "top_p is %g, expected above 0 to 1", o->top_p);
     dpl_generator *g = dpl_alloc(sizeof *g);
@@ -51,7 +50,7 @@ static dpl_status feed_pending(dpl_generator *g) {
 dpl_status dpl_generator_feed(dpl_generator *g, const int32_t *ids, size_t n_ids) {
     DPL_CHECK(g && ids && n_ids > 0, "a generator and at least one id are needed");
     DPL_CHECK(n_ids <= g->options.tokens_max - g->n_tokens,
-              "%zu tokens after %zu are more than the %zu of this generator", n_ids, g->n_tokens,
+              "%zu tokens after %zu are more than tokens_max, %zu", n_ids, g->n_tokens,
               g->options.tokens_max);
     DPL_TRY(feed_pending(g));
     DPL_TRY(dpl_decoder_feed(g->decoder, ids, n_ids, g->logits));
@@ -60,7 +59,7 @@ dpl_status dpl_generator_feed(dpl_generator *g, const int32_t *ids, size_t n_ids
 }
 
 dpl_status dpl_generator_next(dpl_generator *g, int32_t *id_out) {
-    DPL_CHECK(g && id_out, "a generator and a place for the token are needed");
+    DPL_NEED(g && id_out);
     const dpl_generator_options *o = &g->options;
     DPL_CHECK(g->n_tokens > 0, "nothing was fed, expected at least one token first");
     DPL_CHECK(g->n_tokens < o->tokens_max, "the text has its %zu tokens, no more fit", g->n_tokens);

@@ -201,8 +201,7 @@ static dpl_status print(json_t *object, unsigned flags, char **text_out) {
 
 dpl_status dpl_inspect(const char *path, const char *const *settings, size_t n_settings,
                        unsigned flags, char **text_out) {
-    DPL_CHECK(path && text_out && (settings || !n_settings),
-              "a path and a place for the text are needed");
+    DPL_NEED(path && text_out && (settings || !n_settings));
     subject s = {0};
     json_t *object = NULL;
     dpl_status status = open_subject(path, settings, n_settings, &s);

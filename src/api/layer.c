@@ -57,8 +57,7 @@ static dpl_status alloc_weights(dpl_layer *layer) {
 }
 
 dpl_status dpl_layer_open(const dpl_layer_config *config, dpl_ctx *ctx, dpl_layer **layer_out) {
-    DPL_CHECK(config && ctx && layer_out,
-              "a configuration, a context and a place for the layer are needed");
+    DPL_NEED(config && ctx && layer_out);
     const dpl_dtype dtype = config->dtype;
     const size_t d = config->d, f = config->f, sf = config->shared_f, e = config->rule.n_experts;
     const size_t n_shared = sf ? 1 : 0;
@@ -123,11 +122,10 @@ static void pack(dpl_layer *layer, int i, const float *rows, const float *up) {
 }
 
 dpl_status dpl_layer_set_weights(dpl_layer *layer, const dpl_layer_weights *w) {
-    DPL_CHECK(layer && w, "a layer and weights are needed");
+    DPL_NEED(layer && w);
     const size_t e = layer->shape.rule.n_experts;
     DPL_CHECK(w->router && w->gate && w->up && w->down, "router, gate, up or down is NULL");
-    DPL_CHECK(!layer->shape.shared_f || (w->shared_gate && w->shared_up && w->shared_down),
-              "shared_gate, shared_up or shared_down is NULL");
+    DPL_NEED(!layer->shape.shared_f || (w->shared_gate && w->shared_up && w->shared_down));
     DPL_TRY(dpl_check_finite("router", w->router, e * layer->shape.d));
     DPL_TRY(dpl_check_finite("bias", w->bias, e));
     layer->weights.bias = w->bias ? layer->bias : NULL;
@@ -159,7 +157,7 @@ static void unpack(const dpl_layer *layer, int i, float *rows, float *up) {
 }
 
 dpl_status dpl_layer_get_gradients(dpl_layer *layer, const dpl_layer_gradients *g) {
-    DPL_CHECK(layer && g, "a layer and gradients are needed");
+    DPL_NEED(layer && g);
     unpack(layer, ROUTER, g->router, NULL);
     unpack(layer, GATE_UP, g->gate, g->up);
     unpack(layer, DOWN, g->down, NULL);
@@ -194,7 +192,7 @@ static dpl_status check_step_memory(const dpl_layer *layer, size_t n_tokens) {
 dpl_status dpl_layer_forward(dpl_layer *layer, const void *x, size_t ld_x, size_t n_tokens,
                              const int32_t *segment, void *ws, size_t ws_bytes, void *y_out,
                              size_t ld_y, int64_t *counts_out) {
-    DPL_CHECK(layer, "a layer is needed");
+    DPL_NEED(layer);
     const dpl_moe_shape *shape = &layer->shape;
     dpl_mat x_in, y;
     DPL_TRY(dpl_ep_check_slots(n_tokens, shape->rule.top_k));
@@ -217,7 +215,7 @@ dpl_status dpl_layer_forward(dpl_layer *layer, const void *x, size_t ld_x, size_
 
 dpl_status dpl_layer_backward(dpl_layer *layer, const void *x, size_t ld_x, const void *ws,
                               const void *dy, size_t ld_dy, float *dx_out, size_t ld_dx) {
-    DPL_CHECK(layer && ws, "a layer and ws are needed");
+    DPL_NEED(layer && ws);
     const pass *record = ws;
     DPL_CHECK(record->magic == PASS_MAGIC && record->layer == layer,
               "ws holds no finished forward pass of this layer");

@@ -73,8 +73,7 @@ void dpl_api_describe(const dpl_model_config *c, dpl_dtype dtype, dpl_model_info
 
 dpl_status dpl_model_get_info(const dpl_model *model, dpl_model_info *info) {
     dpl_model_info all;
-    DPL_CHECK(model && info && info->struct_bytes >= sizeof info->struct_bytes,
-              "a model, and struct_bytes set to sizeof(dpl_model_info), are needed");
+    DPL_NEED(model && info && info->struct_bytes >= sizeof info->struct_bytes);
     dpl_api_describe(&model->config, model->dtype, &all);
     all.struct_bytes = DPL_MIN(info->struct_bytes, sizeof all);
     memcpy(info, &all, all.struct_bytes);
@@ -95,7 +94,7 @@ dpl_status dpl_api_check_batch(const dpl_model_config *config, size_t n_batch, s
 
 dpl_status dpl_model_forward(dpl_model *model, const int32_t *ids, size_t n_batch, size_t n_seq,
                              float *logits_out) {
-    DPL_CHECK(model && ids && logits_out, "model, ids and logits are needed");
+    DPL_NEED(model && ids && logits_out);
     DPL_TRY(dpl_api_check_batch(&model->config, n_batch, n_seq));
     const dpl_batch batch = {.n_batch = n_batch, .n_seq = n_seq, .ids = ids};
     return dpl_model_evaluate(model, &batch, &(dpl_loss_rule){0}, logits_out, NULL);
@@ -105,8 +104,7 @@ dpl_status dpl_model_loss(dpl_model *model, const int32_t *ids, const int32_t *t
                           size_t n_batch, size_t n_seq, double *loss_sum_out,
                           size_t *n_tokens_out) {
     dpl_loss_sums sums;
-    DPL_CHECK(model && ids && targets && loss_sum_out,
-              "model, ids, targets and the loss are needed");
+    DPL_NEED(model && ids && targets && loss_sum_out);
     DPL_TRY(dpl_api_check_batch(&model->config, n_batch, n_seq));
     const dpl_batch batch = {.n_batch = n_batch, .n_seq = n_seq, .ids = ids, .targets = targets};
     DPL_TRY(dpl_model_evaluate(model, &batch, &(dpl_loss_rule){0}, NULL, &sums));
@@ -120,7 +118,7 @@ dpl_status dpl_model_loss(dpl_model *model, const int32_t *ids, const int32_t *t
 dpl_status dpl_model_write(dpl_model *model, const char *path, const char *dtype_name,
                            size_t shard_bytes) {
     char staged[PATH_MAX], config[PATH_MAX];
-    DPL_CHECK(model && path && dtype_name, "a model, a path and a dtype are needed");
+    DPL_NEED(model && path && dtype_name);
     const dpl_dtype dtype = dpl_is(dtype_name, "float32") ? DPL_F32 : DPL_BF16;
     DPL_CHECK(dpl_is(dtype_name, dpl_api_dtype_name(dtype)),
               "dtype is \"%s\", expected float32 or bfloat16", dtype_name);

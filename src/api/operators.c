@@ -25,8 +25,8 @@ dpl_status dpl_check_rule(const dpl_route_rule *rule) {
     const size_t e = rule->n_experts, groups = rule->n_groups;
     DPL_TRY(dpl_check_size("n_experts", e, 1, MAX_EXPERTS));
     DPL_TRY(dpl_check_size("top_k", rule->top_k, 1, e));
-    DPL_CHECK(groups > 0 && e % groups == 0, "n_groups=%zu, expected a divisor of n_experts=%zu",
-              groups, e);
+    DPL_CHECK(groups > 0 && e % groups == 0, "n_groups=%zu does not divide n_experts=%zu", groups,
+              e);
     DPL_TRY(dpl_check_size("top_groups", rule->top_groups, 1, groups));
     const size_t kept = rule->top_groups * (e / groups); // experts in the best groups
     DPL_CHECK(rule->top_k <= kept, "top_k=%zu, expected at most %zu: those of the best %zu groups",
@@ -38,9 +38,8 @@ dpl_status dpl_check_rule(const dpl_route_rule *rule) {
 }
 
 dpl_status dpl_check_workspace(const void *ws, size_t ws_bytes, size_t needed) {
-    if (ws_bytes < needed)
-        return dpl_fail(DPL_ENOSPC, "workspace of %zu bytes, expected at least %zu", ws_bytes,
-                        needed);
+    DPL_EXPECT(ws_bytes >= needed, DPL_ENOSPC, "workspace of %zu bytes, expected at least %zu",
+               ws_bytes, needed);
     DPL_CHECK(ws && (uintptr_t)ws % DPL_ALIGN == 0,
               "workspace at %p, expected an address that %d divides", ws, DPL_ALIGN);
     return DPL_OK;
@@ -94,12 +93,11 @@ size_t dpl_gemm_workspace_bytes(const dpl_gemm_grouped *g) {
 }
 
 static dpl_status check_sizes(const dpl_ctx *ctx, const dpl_gemm_grouped *g) {
-    DPL_CHECK(ctx && g, "a context and a shape are needed");
+    DPL_NEED(ctx && g);
     DPL_TRY(dpl_check_dtype("tokens", g->tokens));
     DPL_TRY(dpl_check_dtype("weights", g->weights));
     DPL_CHECK(dpl_gemm_packed_bytes(g) && dpl_gemm_workspace_bytes(g),
-              "%zu groups of (%zu, %zu), expected addressable sizes from 1", g->n_groups, g->n,
-              g->k);
+              "%zu groups of (%zu, %zu): a size is 0 or too large", g->n_groups, g->n, g->k);
     return DPL_OK;
 }
 
@@ -107,7 +105,7 @@ static dpl_status check_sizes(const dpl_ctx *ctx, const dpl_gemm_grouped *g) {
 static dpl_status check_gemm(const dpl_ctx *ctx, const dpl_gemm_grouped *g, const void *x,
                              const void *y, dpl_mat *x_out, dpl_mat *y_out) {
     DPL_TRY(check_sizes(ctx, g));
-    DPL_CHECK(g->offsets, "offsets are needed");
+    DPL_NEED(g->offsets);
     for (size_t i = 0; i <= g->n_groups; i++) {
         const long long low = i ? g->offsets[i - 1] : 0, high = i ? (long long)g->n_rows : 0;
         const long long at = g->offsets[i];
@@ -124,8 +122,7 @@ dpl_status dpl_gemm_pack(dpl_ctx *ctx, const dpl_gemm_grouped *g, const float *w
                          size_t ws_bytes, void *packed_out) {
     DPL_TRY(check_sizes(ctx, g));
     DPL_TRY(dpl_check_workspace(ws, ws_bytes, dpl_gemm_workspace_bytes(g)));
-    DPL_CHECK(w && packed_out && (uintptr_t)packed_out % DPL_ALIGN == 0,
-              "w and packed_out, aligned to 64 bytes, are needed");
+    DPL_NEED(w && packed_out && (uintptr_t)packed_out % DPL_ALIGN == 0);
     const size_t group_bytes = packed_bytes(g, 1, dpl_dtype_bytes(g->weights));
     for (size_t i = 0; i < g->n_groups; i++)
         dpl_pack_rows(ctx, w + i * g->n * g->k, g->n, g->k, g->weights, ws,
@@ -143,8 +140,7 @@ static dpl_status run(dpl_ctx *ctx, const dpl_gemm_grouped *g, product which, co
     dpl_mat x, y;
     DPL_TRY(check_gemm(ctx, g, x_p, y_p, &x, &y));
     if (g->offsets[g->n_groups] == 0) return DPL_OK;
-    DPL_CHECK(w && (!packed || (uintptr_t)w % DPL_ALIGN == 0),
-              "weights (where packed, aligned to 64 bytes) are needed");
+    DPL_NEED(w && (!packed || (uintptr_t)w % DPL_ALIGN == 0));
     if (!packed) DPL_TRY(dpl_check_workspace(ws, ws_bytes, dpl_gemm_workspace_bytes(g)));
     for (size_t i = 0; i < (packed ? 1 : g->n_groups); i++) { // packed: all groups at once
         const size_t row = (size_t)g->offsets[i], n_rows = (size_t)g->offsets[i + 1] - row;
@@ -188,7 +184,7 @@ dpl_status dpl_gemm_grouped_wgrad(dpl_ctx *ctx, const dpl_gemm_grouped *g, const
 /* ---- routing and permutation ---------------------------------------------------------------- */
 
 static dpl_status check_routing(const dpl_ctx *ctx, const dpl_route_rule *rule, size_t n_tokens) {
-    DPL_CHECK(ctx && rule, "a context and a rule are needed");
+    DPL_NEED(ctx && rule);
     DPL_TRY(dpl_check_rule(rule));
     return dpl_ep_check_slots(n_tokens, rule->top_k);
 }
@@ -198,8 +194,7 @@ dpl_status dpl_router_route(dpl_ctx *ctx, const dpl_route_rule *rule, size_t n_t
                             float *score_out, int32_t *ids_out, float *weights_out,
                             int64_t *counts_out) {
     DPL_TRY(check_routing(ctx, rule, n_tokens));
-    DPL_CHECK(!n_tokens || (logits && score_out && ids_out && weights_out),
-              "logits and outputs are needed");
+    DPL_NEED(!n_tokens || (logits && score_out && ids_out && weights_out));
     const size_t e = rule->n_experts;
     for (size_t i = 0; i < n_tokens * e; i++) // First, since outputs are written on success only.
         if (!isfinite(logits[i]) && !(segment && segment[i / e] == 0))
@@ -222,7 +217,7 @@ dpl_status dpl_router_route_backward(dpl_ctx *ctx, const dpl_route_rule *rule, s
                                      const float *score, const int32_t *ids, const float *dweights,
                                      float *dlogits_out) {
     DPL_TRY(check_routing(ctx, rule, n_tokens));
-    DPL_CHECK(!n_tokens || (score && ids && dweights && dlogits_out), "all pointers are needed");
+    DPL_NEED(!n_tokens || (score && ids && dweights && dlogits_out));
     DPL_TRY(dpl_ep_check_ids(ids, n_tokens, rule->top_k, rule->n_experts));
     dpl_route_backward(ctx, rule, dweights, ids, score, n_tokens, dlogits_out);
     dpl_ctx_wait(ctx);
@@ -232,8 +227,7 @@ dpl_status dpl_router_route_backward(dpl_ctx *ctx, const dpl_route_rule *rule, s
 dpl_status dpl_moe_permute(dpl_ctx *ctx, const int32_t *ids, size_t n_tokens, size_t top_k,
                            size_t n_experts, int64_t *offsets_out, int32_t *slot_row_out,
                            int32_t *row_slot_out) {
-    DPL_CHECK(ctx && offsets_out && (!n_tokens || (ids && slot_row_out && row_slot_out)),
-              "all pointers are needed");
+    DPL_NEED(ctx && offsets_out && (!n_tokens || (ids && slot_row_out && row_slot_out)));
     DPL_TRY(dpl_check_size("n_experts", n_experts, 1, MAX_EXPERTS));
     DPL_TRY(dpl_check_size("top_k", top_k, 1, n_experts));
     DPL_TRY(dpl_ep_check_slots(n_tokens, top_k));

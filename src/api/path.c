@@ -60,7 +60,7 @@ dpl_status dpl_config_open_model(const char *path, dpl_config **config_out) {
     char dir[PATH_MAX];
     dpl_model_config model;
     dpl_dtype dtype;
-    DPL_CHECK(path && config_out, "a path and a place for the configuration are needed");
+    DPL_NEED(path && config_out);
     if (find_run(path, dir)) { // opening the model verifies the checkpoint
         DPL_TRY(dpl_path_join(dir, "config.yml", dir));
         return dpl_config_open(dir, config_out);

@@ -210,7 +210,7 @@ static dpl_status run_probe(probe *p, const char *input_path, const dpl_probe_op
 dpl_status dpl_model_probe(dpl_ctx *ctx, const char *path, const char *input_path,
                            const char *output_path, const dpl_probe_options *options) {
     const dpl_probe_options none = {.struct_bytes = sizeof none}, *o = options ? options : &none;
-    DPL_CHECK(ctx && path && input_path && output_path, "a context and three paths are needed");
+    DPL_NEED(ctx && path && input_path && output_path);
     DPL_CHECK(o->struct_bytes == sizeof *o, "struct_bytes must be sizeof(dpl_probe_options)");
     probe p = {0};
     dpl_status status = dpl_config_open(NULL, &p.config);

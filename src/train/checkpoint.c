@@ -132,7 +132,7 @@ static dpl_status verify_file(const char *dir, const char *name, json_t *want) {
 dpl_status dpl_checkpoint_verify(const char *dir) {
     char path[PATH_MAX];
     json_t *manifest;
-    DPL_CHECK(dir, "dpl_checkpoint_verify: dir is NULL");
+    DPL_NEED(dir);
     DPL_TRY(dpl_path_join(dir, MANIFEST, path));
     DPL_EXPECT(dpl_path_exists(path), DPL_EFORMAT, "%s: no checkpoint, it has no " MANIFEST, dir);
     DPL_TRY(dpl_json_read(path, &manifest));
@@ -220,12 +220,11 @@ static dpl_status apply_state(dpl_trainer *t, json_t *state, const char *path) {
     DPL_EXPECT(version == 1 && step >= 0 && n_updates >= 0 && position >= 0, DPL_EFORMAT,
                "%s: another version than 1, or a negative count", path);
     DPL_CHECK(n_batch == (json_int_t)t->batch.n_batch && n_seq == (json_int_t)t->batch.n_seq,
-              "%s was trained with %lld sequences of %lld tokens a step, the configuration has %zu "
-              "of %zu (per_device_batch_size * gradient_accumulation_steps, max_target_length)",
+              "%s has %lld sequences of %lld tokens a step, the configuration %zu of %zu: "
+              "per_device_batch_size * gradient_accumulation_steps, max_target_length",
               path, (long long)n_batch, (long long)n_seq, t->batch.n_batch, t->batch.n_seq);
-    DPL_CHECK(dpl_is(opt_type, t->o->opt_type),
-              "%s: the optimizer was %s, the configuration has opt_type=%s", path, opt_type,
-              t->o->opt_type);
+    DPL_CHECK(dpl_is(opt_type, t->o->opt_type), "%s: the optimizer was %s, but opt_type=%s", path,
+              opt_type, t->o->opt_type);
     if (samples != (json_int_t)dpl_data_samples(t->data, false))
         dpl_log("warning: the training data has %llu samples, it had %lld when %s was written",
                 (unsigned long long)dpl_data_samples(t->data, false), (long long)samples, path);
@@ -252,7 +251,7 @@ static dpl_status write_parts(dpl_trainer *t, const char *dir) {
 
 dpl_status dpl_trainer_save(dpl_trainer *t) {
     char checkpoints[PATH_MAX], path[PATH_MAX], staged[PATH_MAX], name[32];
-    DPL_CHECK(t, "dpl_trainer_save: the trainer is NULL");
+    DPL_NEED(t);
     DPL_CHECK(t->step > 0, "there is nothing to save before the first step");
     snprintf(name, sizeof name, "%lld", (long long)t->step - 1);
     DPL_TRY(dpl_path_join(t->run_dir, "checkpoints", checkpoints));

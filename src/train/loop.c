@@ -118,15 +118,14 @@ static dpl_status evaluate(run *r, int64_t step) {
     if (status == DPL_EINTR) return DPL_OK; // the loop sees the request too, and saves
     DPL_TRY(status);
     DPL_TRY(write_row(r, dpl_metrics_eval_row(step, &m)));
-    DPL_TRY(say(r,
-                "Completed eval after train step %lld, loss=%.3f, perplexity=%.3f, "
-                "total_weights=%lld",
-                (long long)step, m.loss, m.perplexity, (long long)m.n_tokens));
+    DPL_TRY(
+        say(r, "Completed eval after train step %zu, loss=%.3f, perplexity=%.3f, total_weights=%zu",
+            (size_t)step, m.loss, m.perplexity, (size_t)m.n_tokens));
     if (r->events.eval) r->events.eval(r->events.arg, step, &m);
     r->done = o->target_eval_loss > 0 && m.loss <= o->target_eval_loss;
     if (!r->done) return DPL_OK;
-    return say(r, "target_eval_loss %.3f is reached after step %lld", o->target_eval_loss,
-               (long long)step);
+    return say(r, "target_eval_loss %.3f is reached after step %zu", o->target_eval_loss,
+               (size_t)step);
 }
 
 static dpl_status save(run *r, bool due) {
@@ -159,7 +158,7 @@ static dpl_status train(run *r) {
 }
 
 dpl_status dpl_trainer_run(dpl_trainer *trainer, const dpl_trainer_events *events) {
-    DPL_CHECK(trainer, "dpl_trainer_run: the trainer is NULL");
+    DPL_NEED(trainer);
     run r = {.t = trainer};
     if (events) r.events = *events;
     if (trainer->peak_flops == 0) trainer->peak_flops = dpl_measure_peak(trainer->ctx);

@@ -79,9 +79,8 @@ static void fill_model(const dpl_options *o, dpl_model_config *c) {
 dpl_status dpl_config_model(const dpl_config *config, dpl_model_config *model_out) {
     const dpl_options *o = &config->o;
     dpl_model_config c;
-    DPL_CHECK(dpl_is(o->decoder_block, "deepseek"), "decoder_block is %s, expected deepseek",
-              o->decoder_block);
-    DPL_CHECK(dpl_is(o->attention_type, "mla"), "attention_type is %s, expected mla",
+    DPL_CHECK(dpl_is(o->decoder_block, "deepseek") && dpl_is(o->attention_type, "mla"),
+              "decoder_block=%s and attention_type=%s, expected deepseek and mla", o->decoder_block,
               o->attention_type);
     fill_model(o, &c);
     DPL_CHECK((c.n_dense >= c.n_layers && c.n_mtp == 0) || o->routed_score_func[0],

@@ -90,8 +90,7 @@ typedef union parsed {
 // Checks a value; gives its canonical text in `buffer` if it is not a text.
 static dpl_status parse_value(const option *opt, const char *text, parsed *v, char buffer[64]) {
     if (opt->kind == 'C')
-        DPL_CHECK(is_choice(text, opt->range), "'%s' is not supported, expected %s", text,
-                  opt->range);
+        DPL_CHECK(is_choice(text, opt->range), "'%s' not supported, expected %s", text, opt->range);
     if (opt->kind == 'T' || opt->kind == 'C') return DPL_OK;
     if (!text[0]) text = opt->missing; // YAML's null
     if (opt->kind == 'B') {
@@ -174,7 +173,7 @@ static dpl_status check_maxtext(const char *key, const char *values, const char 
             return DPL_OK;
     }
     return dpl_fail(DPL_EINVAL,
-                    "%s: '%s' is not supported and would change the result, expected '%.*s'", key,
+                    "%s: '%s' would change the result and is not supported, expected '%.*s'", key,
                     value, (int)strcspn(values, "|"), values);
 }
 
@@ -214,7 +213,7 @@ dpl_status dpl_config_clone(const dpl_config *from, dpl_config **config_out) {
 }
 
 dpl_status dpl_config_open(const char *path, dpl_config **config_out) {
-    DPL_CHECK(config_out, "dpl_config_open: config_out is NULL");
+    DPL_NEED(config_out);
     dpl_config *config;
     DPL_TRY(dpl_config_clone(NULL, &config));
     const dpl_status status = path ? dpl_yaml_read(path, put_line, config) : DPL_OK;
@@ -232,7 +231,7 @@ void dpl_config_close(dpl_config **config) {
 
 dpl_status dpl_config_set(dpl_config *config, const char *assignment) {
     char key[128];
-    DPL_CHECK(config && assignment, "dpl_config_set: an argument is NULL");
+    DPL_NEED(config && assignment);
     const size_t n = strcspn(assignment, "=");
     DPL_CHECK(n > 0 && assignment[n], "'%s' is not an assignment, expected key=value", assignment);
     DPL_CHECK(n < sizeof key, "the key of '%.40s...' is too long", assignment);
@@ -251,8 +250,7 @@ size_t dpl_config_option_count(void) {
 }
 
 dpl_status dpl_config_option(size_t i, dpl_option_info *info_out) {
-    DPL_CHECK(info_out && i < DPL_OPT_N, "option %zu, expected less than %d and an info_out", i,
-              DPL_OPT_N);
+    DPL_CHECK(info_out && i < DPL_OPT_N, "option %zu, expected less than %d", i, DPL_OPT_N);
     const option *opt = &options[i];
     static const char kinds[] = "IFBT", *const types[] = {"integer", "number", "true|false",
                                                           "text"};

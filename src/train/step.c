@@ -97,7 +97,7 @@ static dpl_status update(dpl_trainer *t, dpl_step_metrics *m) {
 }
 
 dpl_status dpl_trainer_step(dpl_trainer *t, dpl_step_metrics *metrics_out) {
-    DPL_CHECK(t && metrics_out, "dpl_trainer_step: an argument is NULL");
+    DPL_NEED(t && metrics_out);
     const double start = dpl_now();
     dpl_step_metrics m = {.step = t->step};
     dpl_loss_sums sums;
@@ -150,10 +150,9 @@ static int is_stopped(void *arg, uint64_t n_done, uint64_t n_total) {
 }
 
 dpl_status dpl_trainer_evaluate(dpl_trainer *t, dpl_eval_metrics *metrics_out) {
-    DPL_CHECK(t && metrics_out, "dpl_trainer_evaluate: an argument is NULL");
+    DPL_NEED(t && metrics_out);
     DPL_CHECK(dpl_data_samples(t->data, true) > 0,
-              "there is no evaluation data: eval_dataset_path is empty, eval_split_fraction is 0 "
-              "or its part too short");
+              "no evaluation data: eval_dataset_path and eval_split_fraction give none");
     DPL_EXPECT(!t->stop, DPL_EINTR, "stopped on request before an evaluation");
     return dpl_evaluate(t->model, t->data, &t->rule, t->o->eval_steps, &t->eval, is_stopped, t,
                         metrics_out);

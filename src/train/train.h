@@ -22,6 +22,8 @@
 #define DPL_CHECK(condition, ...) DPL_EXPECT(condition, DPL_EINVAL, __VA_ARGS__)
 #define DPL_EXPECT(condition, status, ...) \
     DPL_TRY((condition) ? DPL_OK : dpl_fail(status, __VA_ARGS__))
+// Of the arguments of a public function.
+#define DPL_NEED(condition) DPL_CHECK(condition, "needed: %s", #condition)
 
 /* ---- options (options.c) ---- */
 // kind, key, default, range (numbers: "LOW .. HIGH", "LOW ..", "> LOW") or choices, help.

@@ -34,8 +34,7 @@ dpl_status dpl_trainer_lock(dpl_trainer *t) {
     if (fd < 0) return errno == ENOENT ? DPL_OK : dpl_fail(DPL_EIO, "cannot open %s: %m", path);
     if (flock(fd, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) {
         close(fd);
-        return dpl_fail(DPL_EIO, "%s: another process is training in this run directory",
-                        t->run_dir);
+        return dpl_fail(DPL_EIO, "%s: another process is training in it", t->run_dir);
     }
     t->lock_fd = fd;
     return DPL_OK;
@@ -73,8 +72,7 @@ static dpl_status open_batches(dpl_trainer *t) {
     DPL_TRY(dpl_tokens_alloc(own > 0 ? (size_t)own : B, S, &t->eval));
     DPL_TRY(dpl_data_open(t->o, n_rows, t->model->config.vocab, &t->data));
     DPL_CHECK(t->o->eval_interval <= 0 || dpl_data_samples(t->data, true) > 0,
-              "eval_interval needs data: eval_dataset_path is empty, eval_split_fraction is 0 or "
-              "its part too short");
+              "eval_interval needs data: eval_dataset_path and eval_split_fraction give none");
     t->step_flops = (double)(n_rows / B) * dpl_model_flops(&t->model->config, B, S);
     return DPL_OK;
 }
@@ -107,7 +105,7 @@ static dpl_status open_parts(dpl_trainer *t) {
 }
 
 dpl_status dpl_trainer_open(dpl_ctx *ctx, const dpl_config *config, dpl_trainer **trainer_out) {
-    DPL_CHECK(ctx && config && trainer_out, "dpl_trainer_open: an argument is NULL");
+    DPL_NEED(ctx && config && trainer_out);
     dpl_trainer *t = dpl_alloc(sizeof *t);
     if (!t) return dpl_fail(DPL_ENOMEM, "no memory for a trainer");
     t->ctx = ctx;
