@@ -126,13 +126,6 @@ static dpl_status check_layout(const part *file, dpl_st_tensor *tensors, size_t 
                     (size_t)(expected - file->map.data), (size_t)(end - expected));
 }
 
-static bool is_string_map(json_t *metadata) {
-    const char *key;
-    json_t *value;
-    json_object_foreach(metadata, key, value) if (!json_is_string(value)) return false;
-    return json_is_object(metadata);
-}
-
 // Appends a file's tensors to those of `all`, where there is room for them.
 static dpl_status take_tensors(const part *file, dpl_st_file *all) {
     dpl_st_tensor *const first = all->tensors + all->n_tensors, *next = first;
@@ -152,15 +145,10 @@ static dpl_status take_tensors(const part *file, dpl_st_file *all) {
 
 static dpl_status read_header(part *file) {
     const dpl_map *map = &file->map;
-    uint64_t bytes;
-    if (map->bytes < 8)
-        return dpl_fail(DPL_EFORMAT, "%s: byte 0: %zu bytes are too few for a safetensors file",
-                        file->path, map->bytes);
-    memcpy(&bytes, map->data, 8);
-    if (bytes > DPL_ST_HEADER_MAX || bytes > map->bytes - 8 || bytes < 2)
-        return dpl_fail(DPL_EFORMAT,
-                        "%s: byte 0: a header of %llu bytes in a file of %zu; not a "
-                        "whole safetensors file",
+    uint64_t bytes = 0;
+    if (map->bytes >= 8) memcpy(&bytes, map->data, 8);
+    if (bytes < 2 || bytes > DPL_ST_HEADER_MAX || bytes > map->bytes - 8)
+        return dpl_fail(DPL_EFORMAT, "%s: byte 0: no safetensors: a header of %llu bytes of %zu",
                         file->path, (unsigned long long)bytes, map->bytes);
     file->data = map->data + 8 + bytes;
     if (map->data[8] != '{')
@@ -170,8 +158,11 @@ static dpl_status read_header(part *file) {
     if (!file->header)
         return dpl_fail(DPL_EFORMAT, "%s: byte %d: header: %s", file->path, 8 + error.position,
                         error.text);
-    json_t *metadata = json_object_get(file->header, "__metadata__");
-    if (!metadata || is_string_map(metadata)) return DPL_OK;
+    json_t *metadata = json_object_get(file->header, "__metadata__"), *value;
+    const char *key;
+    bool strings = !metadata || json_is_object(metadata);
+    json_object_foreach(metadata, key, value) strings = strings && json_is_string(value);
+    if (strings) return DPL_OK;
     return dpl_fail(DPL_EFORMAT, "%s: byte %zu: __metadata__ is not a map of strings", file->path,
                     entry_offset(file, "__metadata__"));
 }
@@ -206,9 +197,7 @@ static dpl_status open_map(dpl_st_file *all, const char *dir, const char *path, 
         const char *name = json_string_value(value);
         part *file;
         if (!name || !*name || strchr(name, '/'))
-            return dpl_fail(DPL_EFORMAT,
-                            "%s: weight_map: tensor %.200s: expected the name of a "
-                            "file in this folder",
+            return dpl_fail(DPL_EFORMAT, "%s: weight_map: tensor %.200s: no file in this folder",
                             path, tensor);
         DPL_TRY(open_part(all, dir, name, &file));
         if (!strcmp(tensor, "__metadata__") || !json_object_get(file->header, tensor))

@@ -66,15 +66,12 @@ static dpl_status bin_layout(const char *path, const dpl_map *map, int *width, s
     memcpy(head, map->data, DPL_MIN(map->bytes, sizeof head));
     const bool magic = map->bytes >= HEADER_BYTES && (head[0] == MAGIC_U16 || head[0] == MAGIC_U32);
     const size_t half = *width ? map->bytes % (size_t)*width : 0;
-    if (*width && !magic && half == 0) return DPL_OK;
-    if (*width)
-        return dpl_fail(DPL_EFORMAT, "%s: byte %zu: %s", path, magic ? 0 : map->bytes - half,
-                        magic ? "a header, though the width is given; leave the width out"
-                              : "half a token");
+    if (*width && magic)
+        return dpl_fail(DPL_EFORMAT, "%s: byte 0: a header; leave the width out", path);
+    if (half) return dpl_fail(DPL_EFORMAT, "%s: byte %zu: half a token", path, map->bytes - half);
+    if (*width) return DPL_OK;
     if (!magic)
-        return dpl_fail(DPL_EFORMAT,
-                        "%s: byte 0: no token header (magic %d or %d); a headerless "
-                        "file needs its width given",
+        return dpl_fail(DPL_EFORMAT, "%s: byte 0: no token header (%d or %d), and no width given",
                         path, MAGIC_U16, MAGIC_U32);
     const uint32_t version = head[0] == MAGIC_U16 ? VERSION_U16 : VERSION_U32;
     if (head[1] != version && head[1] != 1)
