@@ -10,35 +10,6 @@
 
 #define LOGITS_BLOCK ((size_t)4 << 20) // elements of one block of logits
 
-/* ---- opening ---- */
-
-dpl_status dpl_model_create(dpl_ctx *ctx, dpl_comm *comm, const dpl_model_config *config,
-                            dpl_dtype dtype, dpl_model **model_out) {
-    DPL_TRY(dpl_model_config_check(config));
-    dpl_model *m = dpl_alloc(sizeof *m);
-    if (!m) return dpl_fail(DPL_ENOMEM, "no memory for a model");
-    m->ctx = ctx;
-    m->comm = comm;
-    m->config = *config;
-    m->dtype = dtype;
-    const dpl_status status = dpl_params_build(m);
-    if (status != DPL_OK) {
-        dpl_model_destroy(&m);
-        return status;
-    }
-    *model_out = m;
-    return DPL_OK;
-}
-
-void dpl_model_destroy(dpl_model **model) {
-    if (!model || !*model) return;
-    dpl_ctx_wait((*model)->ctx);
-    dpl_params_free(*model);
-    dpl_free((*model)->cos);
-    dpl_free(*model);
-    *model = NULL;
-}
-
 dpl_status dpl_model_rope_tables(dpl_model *m, size_t n) {
     const size_t half = m->config.d_rope / 2;
     if (n <= m->n_positions) return DPL_OK;

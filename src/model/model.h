@@ -170,10 +170,6 @@ struct dpl_model {
     void *probe_arg;
 };
 
-// Parameters are zero until they are initialized or loaded.
-dpl_status dpl_model_create(dpl_ctx *ctx, dpl_comm *comm, const dpl_model_config *config,
-                            dpl_dtype dtype, dpl_model **model_out);
-void dpl_model_destroy(dpl_model **model);
 dpl_status dpl_model_rope_tables(dpl_model *model, size_t n); // for positions below n
 // Forward and backward of one micro-batch. Gradients += d(loss)/dW with
 //   loss = xent_scale * (xent + z) + mtp_scale * mtp_xent + aux_scale * (balance + router_z).
@@ -191,13 +187,14 @@ double dpl_batch_mtp_tokens(const dpl_model_config *config, const dpl_batch *bat
 
 /* ---- params.c ---- */
 
-// For create and destroy: the tensor table, the flat arrays.
-dpl_status dpl_params_build(dpl_model *model);
+// Parameters are zero until they are initialized or loaded.
+dpl_status dpl_model_create(dpl_ctx *ctx, dpl_comm *comm, const dpl_model_config *config,
+                            dpl_dtype dtype, dpl_model **model_out);
+void dpl_model_destroy(dpl_model **model);
 // Elements, without padding, with n_experts of the experts; a double: exact, and it does not wrap.
 // multiplied: of the matrices that FLOPs are counted of.
 double dpl_params_count(const dpl_model_config *config, bool mtp, size_t n_experts,
                         bool multiplied);
-void dpl_params_free(dpl_model *model);
 typedef enum dpl_init_rule { DPL_INIT_FAN_IN, DPL_INIT_MAXTEXT, DPL_INIT_NORMAL } dpl_init_rule;
 void dpl_model_init(dpl_model *model, dpl_init_rule rule, double std, uint64_t seed);
 void dpl_model_refresh(dpl_model *model);              // bf16 copies; after any change of masters

@@ -154,7 +154,15 @@ void dpl_param_name(const dpl_model *model, const dpl_param *param, char *text, 
 
 /* ---- memory ---- */
 
-dpl_status dpl_params_build(dpl_model *m) {
+// NULL: the error is worded.
+static void *alloc_flat(const dpl_model *m, size_t bytes, const char *what) {
+    void *array = dpl_alloc_array(m->params.elems, bytes);
+    const double gigabytes = 1e-9 * (double)m->params.elems * (double)bytes;
+    if (!array) dpl_fail(DPL_ENOMEM, "no memory for %.3f GB of %s", gigabytes, what);
+    return array;
+}
+
+static dpl_status build(dpl_model *m) {
     const dpl_model_config *c = &m->config;
     const size_t layers = c->n_layers + c->n_mtp, moe_layers = c->n_experts ? layers : 0;
     m->by_id = dpl_alloc_array((layers + 1) * DPL_P_N, sizeof *m->by_id);
@@ -165,36 +173,43 @@ dpl_status dpl_params_build(dpl_model *m) {
     if (!m->by_id || !m->params.list || !m->router_bias || !m->counts || !m->disk)
         return dpl_fail(DPL_ENOMEM, "no memory for the tensor table of %zu layers", layers);
     build_table(m);
-    m->params.master = dpl_alloc_array(m->params.elems, sizeof(float));
-    if (!m->params.master)
-        return dpl_fail(DPL_ENOMEM, "no memory for %.3f GB of fp32 weights",
-                        4e-9 * (double)m->params.elems);
-    if (m->dtype == DPL_BF16) {
-        m->params.copy = dpl_alloc_array(m->params.elems, sizeof(uint16_t));
-        if (!m->params.copy)
-            return dpl_fail(DPL_ENOMEM, "no memory for %.3f GB of bf16 weights",
-                            2e-9 * (double)m->params.elems);
-    }
-    return DPL_OK;
-}
-
-void dpl_params_free(dpl_model *m) {
-    dpl_free(m->by_id);
-    dpl_free(m->params.list);
-    dpl_free(m->router_bias);
-    dpl_free(m->counts);
-    dpl_free(m->disk);
-    dpl_free(m->params.master);
-    dpl_free(m->params.grad);
-    dpl_free(m->params.copy);
+    m->params.master = alloc_flat(m, sizeof(float), "fp32 weights");
+    if (!m->params.master || m->dtype == DPL_F32) return m->params.master ? DPL_OK : DPL_ENOMEM;
+    m->params.copy = alloc_flat(m, sizeof(uint16_t), "bf16 weights");
+    return m->params.copy ? DPL_OK : DPL_ENOMEM;
 }
 
 dpl_status dpl_model_begin_training(dpl_model *m) {
-    if (m->params.grad) return DPL_OK;
-    m->params.grad = dpl_alloc_array(m->params.elems, sizeof(float));
-    if (m->params.grad) return DPL_OK;
-    return dpl_fail(DPL_ENOMEM, "no memory for %.3f GB of fp32 gradients",
-                    4e-9 * (double)m->params.elems);
+    if (!m->params.grad) m->params.grad = alloc_flat(m, sizeof(float), "fp32 gradients");
+    return m->params.grad ? DPL_OK : DPL_ENOMEM;
+}
+
+dpl_status dpl_model_create(dpl_ctx *ctx, dpl_comm *comm, const dpl_model_config *config,
+                            dpl_dtype dtype, dpl_model **model_out) {
+    DPL_TRY(dpl_model_config_check(config));
+    dpl_model *m = dpl_alloc(sizeof *m);
+    if (!m) return dpl_fail(DPL_ENOMEM, "no memory for a model");
+    m->ctx = ctx;
+    m->comm = comm;
+    m->config = *config;
+    m->dtype = dtype;
+    const dpl_status status = build(m);
+    if (status != DPL_OK) {
+        dpl_model_destroy(&m);
+        return status;
+    }
+    *model_out = m;
+    return DPL_OK;
+}
+
+void dpl_model_destroy(dpl_model **model) {
+    if (!model || !*model) return;
+    dpl_model *m = *model;
+    dpl_ctx_wait(m->ctx);
+    void *blocks[] = {m->by_id,         m->params.list, m->router_bias, m->counts, m->disk,
+                      m->params.master, m->params.grad, m->params.copy, m->cos,    m};
+    for (size_t i = 0; i < DPL_COUNT(blocks); i++) dpl_free(blocks[i]);
+    *model = NULL;
 }
 
 void dpl_model_zero_grads(dpl_model *m) {
