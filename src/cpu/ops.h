@@ -1,11 +1,11 @@
 /*
  * ops.h - the operators of the CPU: grouped GEMM, row movement, routing, attention, elementwise.
  *
- * Every function submits to the context (ctx.h) and returns at once; arguments were validated by the
- * caller when it planned, so nothing here can fail. Sizes are known on the host; what an operator
- * itself computes (group offsets, ids) is passed as a pointer and read inside the operator only.
- * Same inputs give the same bits for any number of threads, and the bits of a row never depend on the
- * other rows of the call (except for sums over rows, which go in fixed chunks and fixed order).
+ * Every function submits to the context (ctx.h) and returns at once; arguments were validated by
+ * the caller when it planned, so nothing here can fail. Sizes are known on the host; what an operator
+ * itself computes (group offsets, ids) is passed as a pointer and read inside the operator only. Same
+ * inputs give the same bits for any number of threads, and the bits of a row never depend on other
+ * rows of the call (except for sums over rows, which go in fixed chunks and fixed order).
  */
 #ifndef DPL_OPS_H
 #define DPL_OPS_H
@@ -32,7 +32,7 @@ static inline dpl_mat dpl_mat_at(dpl_mat m, size_t row, size_t col) {
 }
 
 /* ---- grouped GEMM (gemm.c) -------------------------------------------------------------------
- * A weight of n_groups groups is logically (n_groups, n, k): y = x W^T. In memory each group is a row
+ * A weight of n_groups groups is logically (n_groups, n, k): y = x W^T. In memory a group is a row
  * of panels of DPL_PANEL outputs, [n / 32][k][32], the last panel padded with zeros. Master weights,
  * gradients and moments share this order. */
 
@@ -51,8 +51,8 @@ static inline size_t dpl_panel_index(size_t n, size_t k, size_t k_total) {
     return (n / DPL_PANEL) * DPL_PANEL * k_total + k * DPL_PANEL + n % DPL_PANEL;
 }
 
-// Rows of group g are offsets[g] .. offsets[g+1]-1, offsets non-decreasing, offsets[0] = 0. Rows beyond
-// offsets[n] are neither read nor written. offsets NULL: one group of n_rows.
+// Rows of group g are offsets[g] .. offsets[g+1]-1, offsets non-decreasing, offsets[0] = 0. Rows
+// beyond offsets[n] are neither read nor written. offsets NULL: one group of n_rows.
 typedef struct dpl_groups {
     size_t n;
     size_t n_rows;          // all rows, known on the host: offsets[n] <= n_rows
@@ -62,16 +62,15 @@ static inline dpl_groups dpl_one_group(size_t n_rows) {
     return (dpl_groups){1, n_rows, NULL};
 }
 
-// Numeric class: operands are used as they are with an F32 weight; with a BF16 weight the activations
-// are rounded to bf16 as well. Accumulation is fp32 always: FMA chains over k in blocks of a fixed
-// length, the blocks added in order.
+// Operands are used as they are with an F32 weight; with a BF16 weight the activations are rounded to
+// bf16 as well. Sums are fp32 always: FMA chains over k in blocks of a fixed length, added in order.
 // y (rows, n) = x (rows, k) W_g^T
 void dpl_gemm_forward(dpl_ctx *ctx, dpl_mat x, const dpl_weight *w, dpl_groups groups, dpl_mat y);
 // dx (rows, k) = dy (rows, n) W_g, or += with accumulate (dx is then F32)
 void dpl_gemm_dgrad(dpl_ctx *ctx, dpl_mat dy, const dpl_weight *w, dpl_groups groups, dpl_mat dx,
                     bool accumulate);
-// dw[g] (panels of (n, k), F32) += dy_g^T x_g. `operand` BF16 rounds both operands first. A group without
-// rows leaves its dw untouched.
+// dw[g] (panels of (n, k), F32) += dy_g^T x_g. `operand` BF16 rounds both operands first. A group
+// without rows leaves its dw untouched.
 void dpl_gemm_wgrad(dpl_ctx *ctx, dpl_mat dy, dpl_mat x, dpl_groups groups, size_t n, size_t k,
                     dpl_dtype operand, float *dw);
 // Row-major (n_groups, n, k) F32 to panels (with zero padding), and back.
@@ -93,9 +92,9 @@ void dpl_rmsnorm_forward(dpl_ctx *ctx, dpl_mat x, const float *gain, size_t n_ro
 void dpl_rmsnorm_backward(dpl_ctx *ctx, dpl_mat dy, dpl_mat x, const float *gain, const float *rstd,
                           size_t n_rows, size_t d, dpl_mat dx, bool accumulate, float *dgain);
 
-// Rotates, in place, columns first .. first+d_rope-1 of each of n_heads heads (head h starts at column
-// h * head_stride). cos, sin: (positions, d_rope / 2), attention factor included. Interleaved pairs are
-// (2i, 2i+1), else (i, i + d_rope/2). inverse: the transpose, for backward.
+// Rotates, in place, columns first .. first+d_rope-1 of each head; head h starts at column
+// h * head_stride. cos, sin: (positions, d_rope / 2), attention factor included. Pairs are (2i, 2i+1)
+// if interleaved, else (i, i + d_rope/2). inverse: the transpose, for backward.
 typedef struct dpl_rope {
     const float *cos, *sin;
     const int32_t *position; // (rows)
@@ -104,8 +103,8 @@ typedef struct dpl_rope {
 } dpl_rope;
 void dpl_rope_apply(dpl_ctx *ctx, const dpl_rope *rope, size_t n_rows, bool inverse, dpl_mat x);
 
-// gate_up (rows, 2 * round_up(f, 16)): blocks of 16 gate then 16 up columns (one panel holds both). Column
-// of gate f: dpl_gate_column(f); its up partner 16 further.
+// gate_up (rows, 2 * round_up(f, 16)): blocks of 16 gate, then 16 up columns, in one panel. Gate f
+// is column dpl_gate_column(f), its up partner 16 further.
 static inline size_t dpl_gate_column(size_t f) {
     return f / 16 * 32 + f % 16;
 }
@@ -115,13 +114,13 @@ static inline size_t dpl_gate_up_width(size_t f) {
 // h (rows, f) = silu(gate) * up * row_weight[row]; row_weight NULL: 1.
 void dpl_swiglu_forward(dpl_ctx *ctx, dpl_mat gate_up, const float *row_weight, size_t n_rows,
                         size_t f, dpl_mat h);
-// dgate_up =, padding columns 0; drow_weight (rows) = sum over f of dh * silu(gate) * up, if not NULL.
+// dgate_up =, padding columns 0; drow_weight (rows) = sum over f of dh * silu(gate) * up, or NULL.
 void dpl_swiglu_backward(dpl_ctx *ctx, dpl_mat dh, dpl_mat gate_up, const float *row_weight,
                          size_t n_rows, size_t f, dpl_mat dgate_up, float *drow_weight);
 
-void dpl_add(dpl_ctx *ctx, dpl_mat a, dpl_mat b, size_t n_rows, size_t d,
-             dpl_mat out);                                                      // out may be a
-void dpl_copy(dpl_ctx *ctx, dpl_mat src, size_t n_rows, size_t d, dpl_mat dst); // converts
+// out = a + b, may be either; a copy converts between element types.
+void dpl_add(dpl_ctx *ctx, dpl_mat a, dpl_mat b, size_t n_rows, size_t d, dpl_mat out);
+void dpl_copy(dpl_ctx *ctx, dpl_mat src, size_t n_rows, size_t d, dpl_mat dst);
 void dpl_zero(dpl_ctx *ctx, void *p, size_t bytes);
 
 // table: row-major (v, d) F32, or panels of (n = v, k = d) when in_panels (tied with the head).
@@ -131,32 +130,32 @@ void dpl_embed_forward(dpl_ctx *ctx, const float *table, bool in_panels, const i
 void dpl_embed_backward(dpl_ctx *ctx, dpl_mat dy, const int32_t *ids, bool in_panels, size_t n_rows,
                         size_t v, size_t d, float *dtable);
 
-// Cross-entropy of each row, fp32: loss[r] = lse - logit[target] (without the z part), zloss[r] = z * lse^2,
-// both 0 where target < 0. With dscale != 0 logits are overwritten by dscale * d(loss + zloss)/dlogits.
+// loss[r] = lse - logit[target], zloss[r] = z * lse^2, both 0 where target < 0. With dscale != 0
+// logits become dscale * d(loss + zloss)/dlogits.
 void dpl_xent(dpl_ctx *ctx, float *logits, size_t ld, const int32_t *targets, size_t n_rows,
               size_t v, float z, float dscale, float *loss, float *zloss);
 
 /* ---- attention (attention.c) ------------------------------------------------------------------
- * Causal attention of B sequences of S rows; keys and values have two parts as MLA makes them: a part per
- * head (d_nope) and a rotated part shared by all heads (d_rope). Row b*S+s; a key is seen by a query when
- * it is not later and has the same segment. Segment 0 is padding: such a query gives 0. */
+ * Causal attention of B sequences of S rows. Keys have two parts, as MLA makes them: one per head
+ * (d_nope) and a rotated one shared by all (d_rope). A query sees the keys of its segment that are
+ * not later. Segment 0 is padding: such a query gives 0. */
 typedef struct dpl_attention {
     size_t n_batch, n_seq, n_heads, d_nope, d_rope, d_v;
     float scale;
     const int32_t *segment; // (B*S), NULL: all 1
-    dpl_mat q;      // (B*S, H*(d_nope+d_rope)): head h at column h*(d_nope+d_rope): nope, then rope
-    dpl_mat kv;     // (B*S, H*(d_nope+d_v)): head h: key nope, then value
-    dpl_mat k_rope; // (B*S, d_rope)
+    dpl_mat q;              // (B*S, H*(d_nope+d_rope)): of each head nope, then rope
+    dpl_mat kv;             // (B*S, H*(d_nope+d_v)): of each head key nope, then value
+    dpl_mat k_rope;         // (B*S, d_rope)
 } dpl_attention;
 // out (B*S, H*d_v); lse (B*H*S) = logsumexp of the scaled scores, kept for backward.
 void dpl_attention_forward(dpl_ctx *ctx, const dpl_attention *a, dpl_mat out, float *lse);
-// dq, dkv, dk_rope (laid out as q, kv, k_rope) are written. dk_rope is F32: the sum over heads, in head order.
+// dq, dkv, dk_rope are laid out as q, kv, k_rope. dk_rope is F32: the sum over heads, in order.
 void dpl_attention_backward(dpl_ctx *ctx, const dpl_attention *a, dpl_mat out, const float *lse,
                             dpl_mat dout, dpl_mat dq, dpl_mat dkv, dpl_mat dk_rope);
 
-// Incremental attention of one sequence over cached latents: new rows i = 0.. stand at position first + i and see the
-// cache rows up to their own. kv_b (H * (d_nope + d_v), d_latent) row-major F32 is absorbed: the query goes
-// into the latent space and the value comes out of it, so that no key or value is ever expanded.
+// Attention of new rows over the cached latents of one sequence: row i stands at position first + i
+// and sees the cache up to there. kv_b (H * (d_nope + d_v), d_latent), row-major F32, is absorbed:
+// no key or value is ever expanded.
 typedef struct dpl_latent_attention {
     size_t n_rows, first, n_heads, d_nope, d_rope, d_v, d_latent;
     float scale;
@@ -165,13 +164,12 @@ typedef struct dpl_latent_attention {
 } dpl_latent_attention;
 void dpl_latent_attention_forward(dpl_ctx *ctx, const dpl_latent_attention *a, dpl_mat out);
 
-/* ---- routing and row movement (route.c) --------------------------------------------------------- */
+/* ---- routing and row movement (route.c, rows.c) ---------------------------------------------- */
 
-// dpl_route_rule is public (dropless.h).
-// DeepSeek-V3's order of operations (design: score, choice = score + bias, groups, top-K with the lower id
-// first among equals, unbiased weights, normalization with +1e-20, scale), in fp32. Rows with segment 0 get
-// ids -1 and weights 0. score (T, E) is kept for backward. *bad_row = the lowest row that has a logit that is
-// not finite, or -1; the ids of such a row are 0..K-1 and its weights 0, never an invalid index.
+// DeepSeek-V3's order: score, choice = score + bias, groups, top-K with the lower id first among
+// equals, unbiased weights, normalization with +1e-20, scale. Rows with segment 0 get ids -1 and
+// weights 0. score (T, E) is kept for backward. *bad_row = the lowest row with a logit that is not
+// finite, or -1; its ids are 0..K-1, its weights 0.
 void dpl_route_forward(dpl_ctx *ctx, const dpl_route_rule *rule, const float *logits,
                        const float *bias, const int32_t *segment, size_t n_rows, float *score,
                        int32_t *ids, float *weights, int32_t *bad_row);
@@ -187,31 +185,30 @@ typedef enum dpl_balance_kind {
 } dpl_balance_kind;
 typedef struct dpl_aux {
     dpl_balance_kind kind;
-    float balance_weight,
-        z_weight; // 0: off. Already divided by the number of layers where it is a mean
-    float dscale; // multiplies the gradients
+    float balance_weight, z_weight; // 0: off; divided by the number of layers where it is a mean
+    float dscale;                   // multiplies the gradients
     size_t n_batch, n_seq;
 } dpl_aux;
-// values_out[0] = balance loss, [1] = router z-loss (each weighted); dlogits (T, E) += dscale * gradient
-// (dlogits NULL: values only).
+// values_out[0] = balance loss, [1] = router z-loss, each weighted; dlogits (T, E) += dscale * their
+// gradient (dlogits NULL: values only).
 void dpl_aux_losses(dpl_ctx *ctx, const dpl_route_rule *rule, const dpl_aux *aux,
                     const float *logits, const float *score, const int32_t *ids, double *values_out,
                     float *dlogits);
 
-// Stable counting sort of the (T, K) ids by expert; slot = t * K + k. Ids < 0 are skipped. offsets (E + 1);
-// slot_row (T*K): the row of a slot or -1; row_slot: the slot of a row, offsets[E] entries used.
+// Stable counting sort of the (T, K) ids by expert; slot = t * K + k; ids < 0 are skipped. offsets
+// (E + 1); slot_row (T*K): the row of a slot or -1; row_slot (T*K): the slot of a row or -1.
 void dpl_permute(dpl_ctx *ctx, const int32_t *ids, size_t n_slots, size_t n_experts,
                  int64_t *offsets, int32_t *slot_row, int32_t *row_slot);
 // rows[r] = x[row_slot[r] / K], row_weight[r] = weights[row_slot[r]] (weights NULL: not wanted)
 void dpl_gather_rows(dpl_ctx *ctx, dpl_mat x, const float *weights, const int32_t *row_slot,
                      size_t top_k, size_t n_rows, size_t d, dpl_mat rows, float *row_weight);
-// y[t] = sum over k, in slot order, fp32, one rounding, of rows[slot_row[t, k]] (skipping -1), or += (y F32).
-// slot_value[t*K+k] = row_value[row] or 0 where -1 (row_value NULL: not wanted).
+// y[t] = (or +=, y F32) the sum over k, in slot order, with one rounding, of rows[slot_row[t, k]],
+// skipping -1. slot_value[t*K+k] = row_value[row], 0 where -1 (row_value NULL: not wanted).
 void dpl_combine_rows(dpl_ctx *ctx, dpl_mat rows, const float *row_value, const int32_t *slot_row,
                       size_t n_tokens, size_t top_k, size_t d, bool accumulate, dpl_mat y,
                       float *slot_value);
 
-/* ---- optimizer and reductions (optim.c) --------------------------------------------------------- */
+/* ---- optimizer and reductions (optim.c) ------------------------------------------------------ */
 
 typedef struct dpl_adamw {
     double b1, b2; // in fp32 1 - b2 would lose what correct2 keeps
@@ -224,14 +221,13 @@ void dpl_adamw_step(dpl_ctx *ctx, const dpl_adamw *a, const float *grad, size_t 
                     float *m, float *v, uint16_t *copy);
 void dpl_sgd_step(dpl_ctx *ctx, float lr, float grad_scale, const float *grad, size_t n,
                   float *param, uint16_t *copy);
-void dpl_sum(dpl_ctx *ctx, const float *x, size_t n, double *sum_out); // fixed chunks, in order
-void dpl_sum_squares(dpl_ctx *ctx, const float *x, size_t n,
-                     double *sum_out); // not finite if any x is not
+// In fixed chunks, in order. The sum of squares is not finite if any x is not.
+void dpl_sum(dpl_ctx *ctx, const float *x, size_t n, double *sum_out);
+void dpl_sum_squares(dpl_ctx *ctx, const float *x, size_t n, double *sum_out);
 void dpl_to_bf16(dpl_ctx *ctx, const float *x, size_t n, uint16_t *y);
 
-/* ---- peak.c ---- */
-
-// Multiply-adds in fp32 registers, as FLOP/s: the sum of each thread's best while all work. 0 without memory.
+// Multiply-adds in fp32 registers, as FLOP/s: the sum of each thread's best while all work; 0
+// without memory (peak.c).
 double dpl_measure_peak(dpl_ctx *ctx);
 
 #endif

@@ -12,11 +12,11 @@
 
 typedef struct update_args {
     dpl_loop loop;
-    bool sgd;
     dpl_adamw rule;
-    const float *grad;
-    float *param, *m, *v;
-    uint16_t *copy;
+    const float *grad; // NULL: no update, the copy alone
+    float *param;
+    float *m, *v;   // NULL: SGD
+    uint16_t *copy; // may be NULL
 } update_args;
 
 static void update(const void *args, const dpl_part *part) {
@@ -24,33 +24,31 @@ static void update(const void *args, const dpl_part *part) {
     // In pieces, so that the copy is made of parameters that are still in the first cache.
     for (size_t i = part->first; i < part->end; i += DPL_ROW_BLOCK) {
         const size_t n = DPL_MIN(DPL_ROW_BLOCK, part->end - i);
-        if (a->sgd) part->k->axpy(-a->rule.lr * a->rule.grad_scale, a->grad + i, a->param + i, n);
-        else part->k->adamw(&a->rule, a->grad + i, a->param + i, a->m + i, a->v + i, n);
-        if (a->copy) part->k->to_bf16(a->param + i, a->copy + i, n);
+        float *param = a->param + i;
+        if (a->m) part->k->adamw(&a->rule, a->grad + i, param, a->m + i, a->v + i, n);
+        else if (a->grad) part->k->axpy(-a->rule.lr * a->rule.grad_scale, a->grad + i, param, n);
+        if (a->copy) part->k->to_bf16(param, a->copy + i, n);
     }
+}
+
+static void submit_update(dpl_ctx *ctx, update_args a, size_t n) {
+    a.loop = (dpl_loop){update, n, CHUNK};
+    DPL_SUBMIT(ctx, dpl_run_loop, a, {a.copy, n * sizeof *a.copy});
 }
 
 void dpl_adamw_step(dpl_ctx *ctx, const dpl_adamw *adamw, const float *grad, size_t n, float *param,
                     float *m, float *v, uint16_t *copy) {
-    const update_args args = {{update, n, CHUNK}, false, *adamw, grad, param, m, v, copy};
-    DPL_SUBMIT(ctx, dpl_run_loop, args, {copy, copy ? n * sizeof *copy : 0});
+    submit_update(ctx, (update_args){{0}, *adamw, grad, param, m, v, copy}, n);
 }
 
 void dpl_sgd_step(dpl_ctx *ctx, float lr, float grad_scale, const float *grad, size_t n,
                   float *param, uint16_t *copy) {
     const dpl_adamw rule = {.lr = lr, .grad_scale = grad_scale};
-    const update_args args = {{update, n, CHUNK}, true, rule, grad, param, NULL, NULL, copy};
-    DPL_SUBMIT(ctx, dpl_run_loop, args, {copy, copy ? n * sizeof *copy : 0});
-}
-
-static void to_bf16(const void *args, const dpl_part *part) {
-    const update_args *a = args;
-    part->k->to_bf16(a->grad + part->first, a->copy + part->first, part->end - part->first);
+    submit_update(ctx, (update_args){{0}, rule, grad, param, NULL, NULL, copy}, n);
 }
 
 void dpl_to_bf16(dpl_ctx *ctx, const float *x, size_t n, uint16_t *y) {
-    const update_args args = {.loop = {to_bf16, n, CHUNK}, .grad = x, .copy = y};
-    DPL_SUBMIT(ctx, dpl_run_loop, args, {y, n * sizeof *y});
+    submit_update(ctx, (update_args){.param = (float *)(uintptr_t)x, .copy = y}, n);
 }
 
 typedef struct sum_args {
