@@ -42,11 +42,9 @@ static dpl_status open_json(const char *path, subject *s) {
 }
 
 static dpl_status open_dir(const char *path, subject *s) {
-    char manifest[PATH_MAX];
     DPL_TRY(dpl_api_resolve(path, s->dir));
     if (ends_with(s->dir, "/.")) s->dir[strlen(s->dir) - 2] = '\0';
-    DPL_TRY(dpl_path_join(s->dir, "manifest.json", manifest));
-    s->kind = dpl_path_exists(manifest) ? "checkpoint" : "model";
+    s->kind = dpl_has_file(s->dir, "manifest.json") ? "checkpoint" : "model";
     DPL_TRY(dpl_config_open_model(path, &s->config));
     return dpl_model_read_config(s->dir, &s->sizes, NULL);
 }

@@ -117,13 +117,12 @@ dpl_status dpl_model_loss(dpl_model *model, const int32_t *ids, const int32_t *t
 
 dpl_status dpl_model_write(dpl_model *model, const char *path, const char *dtype_name,
                            size_t shard_bytes) {
-    char staged[PATH_MAX], config[PATH_MAX];
+    char staged[PATH_MAX];
     DPL_NEED(model && path && dtype_name);
     const dpl_dtype dtype = dpl_is(dtype_name, "float32") ? DPL_F32 : DPL_BF16;
     DPL_CHECK(dpl_is(dtype_name, dpl_api_dtype_name(dtype)),
               "dtype is \"%s\", expected float32 or bfloat16", dtype_name);
-    DPL_TRY(dpl_path_join(path, "config.json", config));
-    DPL_CHECK(!dpl_path_exists(path) || dpl_path_exists(config),
+    DPL_CHECK(!dpl_path_exists(path) || dpl_has_file(path, "config.json"),
               "%s is no model directory: it will not be replaced", path);
     DPL_TRY(dpl_stage_open(path, staged, sizeof staged));
     dpl_status status = dpl_model_save(model, staged, dtype, shard_bytes);

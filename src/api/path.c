@@ -7,11 +7,6 @@
 
 #include "api/api.h"
 
-static bool has_file(const char *dir, const char *name) {
-    char path[PATH_MAX];
-    return dpl_path_join(dir, name, path) == DPL_OK && dpl_path_exists(path);
-}
-
 dpl_status dpl_api_resolve(const char *path, char *dir_out) {
     char dir[PATH_MAX];
     DPL_CHECK(*path, "the path of the model is empty");
@@ -19,7 +14,7 @@ dpl_status dpl_api_resolve(const char *path, char *dir_out) {
     const dpl_status status = dpl_checkpoint_resolve(path, dir);
     // The argument is in order; what should be there is missing.
     if (status != DPL_OK) return status == DPL_EINVAL ? DPL_EIO : status;
-    if (!has_file(dir, "config.json"))
+    if (!dpl_has_file(dir, "config.json"))
         return dpl_fail(DPL_EIO, "%s is no model: expected config.json or checkpoints in it", path);
     memcpy(dir_out, dir, sizeof dir);
     return DPL_OK;
@@ -47,13 +42,13 @@ dpl_status dpl_api_defaults(const dpl_model_config *model, dpl_dtype dtype,
 // The run that PATH is, or that it lies in as a checkpoint; false: none.
 static bool find_run(const char *path, char *run_out) {
     if (!realpath(path, run_out)) return false;
-    if (has_file(run_out, "config.yml") && has_file(run_out, "checkpoints")) return true;
+    if (dpl_has_file(run_out, "config.yml") && dpl_has_file(run_out, "checkpoints")) return true;
     char *last = strrchr(run_out, '/');
     *last = '\0';
     char *above = strrchr(run_out, '/');
     if (!above || strcmp(above, "/checkpoints") != 0) return false;
     *above = '\0';
-    return has_file(run_out, "config.yml");
+    return dpl_has_file(run_out, "config.yml");
 }
 
 dpl_status dpl_config_open_model(const char *path, dpl_config **config_out) {

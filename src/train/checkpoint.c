@@ -15,6 +15,11 @@
 static const char *const moments[] = {"exp_avg.", "exp_avg_sq."};
 
 /* ---- names in a folder ---- */
+bool dpl_has_file(const char *dir, const char *name) {
+    char path[PATH_MAX];
+    return dpl_path_join(dir, name, path) == DPL_OK && dpl_path_exists(path);
+}
+
 static int is_visible(const struct dirent *entry) {
     return entry->d_name[0] != '.';
 }
@@ -67,8 +72,10 @@ static dpl_status remove_all_but(int64_t n_keep, const char *dir,
 
 /* ---- manifest ---- */
 // {"bytes": n, "blocks": [checksum, ...]}, a new reference.
-static dpl_status describe_file(const char *path, json_t **entry_out) {
+static dpl_status describe_file(const char *dir, const char *name, json_t **entry_out) {
+    char path[PATH_MAX];
     dpl_map map;
+    DPL_TRY(dpl_path_join(dir, name, path));
     DPL_TRY(dpl_map_open(path, &map));
     json_t *blocks = json_array();
     for (size_t at = 0; at < map.bytes; at += BLOCK_BYTES) {
@@ -92,8 +99,7 @@ static dpl_status write_manifest(const char *dir) {
     json_t *files = json_object_get(manifest, "files");
     dpl_status status = DPL_OK;
     for (int i = 0; i < n && status == DPL_OK; i++) {
-        status = dpl_path_join(dir, list[i]->d_name, path);
-        if (status == DPL_OK) status = describe_file(path, &entry);
+        status = describe_file(dir, list[i]->d_name, &entry);
         if (status == DPL_OK && json_object_set_new(files, list[i]->d_name, entry) != 0)
             status = dpl_fail(DPL_ENOMEM, "no memory for the manifest of %s", dir);
     }
@@ -105,14 +111,12 @@ static dpl_status write_manifest(const char *dir) {
 }
 
 static dpl_status verify_file(const char *dir, const char *name, json_t *want) {
-    char path[PATH_MAX];
     json_t *have, *found, *sums;
     json_int_t bytes, size;
     DPL_EXPECT(!strchr(name, '/') &&
                    json_unpack(want, "{s:I, s:o}", "bytes", &bytes, "blocks", &sums) == 0,
                DPL_EFORMAT, "%s/" MANIFEST ": the entry \"%s\" is damaged", dir, name);
-    DPL_TRY(dpl_path_join(dir, name, path));
-    DPL_TRY(describe_file(path, &have));
+    DPL_TRY(describe_file(dir, name, &have));
     json_unpack(have, "{s:I, s:o}", "bytes", &size, "blocks", &found);
     size_t i = 0;
     while (i < json_array_size(found) &&
@@ -120,11 +124,11 @@ static dpl_status verify_file(const char *dir, const char *name, json_t *want) {
         i++;
     dpl_status status = DPL_OK;
     if (size != bytes)
-        status = dpl_fail(DPL_EFORMAT, "%s: ends at byte %lld, expected %lld by the manifest", path,
-                          (long long)size, (long long)bytes);
+        status = dpl_fail(DPL_EFORMAT, "%s/%s: ends at byte %lld, expected %lld by the manifest",
+                          dir, name, (long long)size, (long long)bytes);
     else if (!json_equal(found, sums))
-        status = dpl_fail(DPL_EFORMAT, "%s: damaged between byte %zu and %zu, the checksum differs",
-                          path, i * BLOCK_BYTES, DPL_MIN((i + 1) * BLOCK_BYTES, (size_t)size));
+        status = dpl_fail(DPL_EFORMAT, "%s/%s: damaged between byte %zu and %zu by its checksum",
+                          dir, name, i * BLOCK_BYTES, DPL_MIN((i + 1) * BLOCK_BYTES, (size_t)size));
     json_decref(have);
     return status;
 }
@@ -178,12 +182,10 @@ dpl_status dpl_checkpoint_newest(const char *run_dir, bool clean, char *dir_out)
 }
 
 dpl_status dpl_checkpoint_resolve(const char *path, char *dir_out) {
-    char manifest[PATH_MAX], checkpoints[PATH_MAX], dir[PATH_MAX];
-    DPL_TRY(dpl_path_join(path, MANIFEST, manifest));
-    DPL_TRY(dpl_path_join(path, "checkpoints", checkpoints));
-    if (dpl_path_exists(manifest)) {
+    char dir[PATH_MAX];
+    if (dpl_has_file(path, MANIFEST)) {
         DPL_TRY(dpl_checkpoint_verify(path));
-    } else if (dpl_path_is_dir(checkpoints)) {
+    } else if (dpl_has_file(path, "checkpoints/.")) { // a folder
         DPL_TRY(dpl_checkpoint_newest(path, false, dir));
         DPL_CHECK(dir[0], "%s: the run has no checkpoint", path);
         path = dir;

@@ -31,6 +31,8 @@ dpl_status dpl_tokens_alloc(size_t n_batch, size_t n_seq, dpl_tokens *tokens) {
     int32_t *all = dpl_alloc_array(n, 4 * sizeof *all);
     if (!all) return dpl_fail(DPL_ENOMEM, "no memory for a batch of %zu tokens", n);
     *tokens = (dpl_tokens){n_batch, n_seq, all, all + n, all + 2 * n, all + 3 * n};
+    for (size_t i = 0; i < n; i++) tokens->segment[i] = 1;
+    for (size_t i = 0; i < n; i++) tokens->position[i] = (int32_t)(i % n_seq);
     return DPL_OK;
 }
 
@@ -162,8 +164,6 @@ static dpl_status fill_synthetic(const dpl_options *o, size_t n_batch, size_t vo
         const uint64_t at = i / S * (S + 1) + i % S, seed = (uint64_t)o->data_shuffle_seed;
         batch->ids[i] = (int32_t)(dpl_rng_u64(seed, 0, at) % vocab);
         batch->targets[i] = (int32_t)(dpl_rng_u64(seed, 0, at + 1) % vocab);
-        batch->segment[i] = 1;
-        batch->position[i] = (int32_t)(i % S);
     }
     return DPL_OK;
 }
@@ -192,10 +192,6 @@ static dpl_status read_plane(const dpl_st_file *file, const char *name, int32_t 
 static dpl_status read_planes(const dpl_st_file *file, size_t vocab, dpl_tokens *b) {
     const int32_t max_id = (int32_t)vocab - 1;
     const size_t n = b->n_batch * b->n_seq;
-    for (size_t i = 0; i < n; i++) {
-        b->segment[i] = 1;
-        b->position[i] = (int32_t)(i % b->n_seq);
-    }
     DPL_TRY(read_plane(file, "inputs", 0, max_id, b, b->ids));
     DPL_TRY(read_plane(file, "inputs_position", 0, INT32_MAX, b, b->position));
     DPL_TRY(read_plane(file, "targets", -1, max_id, b, b->targets));

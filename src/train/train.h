@@ -183,6 +183,7 @@ typedef struct dpl_tokens { // (n_batch, n_seq) each, owned
     size_t n_batch, n_seq;
     int32_t *ids, *targets, *segment, *position;
 } dpl_tokens;
+// Rows without any token yet, each one document.
 dpl_status dpl_tokens_alloc(size_t n_batch, size_t n_seq, dpl_tokens *tokens);
 void dpl_tokens_free(dpl_tokens *tokens);
 double dpl_tokens_targets(const dpl_tokens *tokens); // how many there are
@@ -247,6 +248,7 @@ dpl_status dpl_trainer_lock(dpl_trainer *t);
 
 /* ---- checkpoints (checkpoint.c) ---- */
 dpl_status dpl_checkpoint_load(dpl_trainer *t, const char *dir); // a verified one, everything
+bool dpl_has_file(const char *dir, const char *name);            // or folder
 // The newest checkpoint of a run directory, verified; "" if none. A damaged one is an error
 // that names the newest good one before it. What a killed process left is removed if `clean`.
 dpl_status dpl_checkpoint_newest(const char *run_dir, bool clean, char *dir_out);
