@@ -222,7 +222,7 @@ static dpl_status apply_state(dpl_trainer *t, json_t *state, const char *path) {
     DPL_EXPECT(version == 1 && step >= 0 && n_updates >= 0 && position >= 0, DPL_EFORMAT,
                "%s: another version than 1, or a negative count", path);
     DPL_CHECK(n_batch == (json_int_t)t->batch.n_batch && n_seq == (json_int_t)t->batch.n_seq,
-              "%s has %lld sequences of %lld tokens a step, the configuration %zu of %zu: "
+              "%s has %lld sequences of %lld tokens a step, the configuration has %zu of %zu: "
               "per_device_batch_size * gradient_accumulation_steps, max_target_length",
               path, (long long)n_batch, (long long)n_seq, t->batch.n_batch, t->batch.n_seq);
     DPL_CHECK(dpl_is(opt_type, t->o->opt_type), "%s: the optimizer was %s, but opt_type=%s", path,
