@@ -37,9 +37,8 @@ void dpl_fault_alloc(size_t nth) {
 
 static bool fault_strikes(void) {
     size_t left = atomic_load_explicit(&fault_countdown, memory_order_relaxed);
-    while (left > 0)
-        if (atomic_compare_exchange_weak(&fault_countdown, &left, left - 1)) return left == 1;
-    return false;
+    while (left > 0 && !atomic_compare_exchange_weak(&fault_countdown, &left, left - 1)) continue;
+    return left == 1;
 }
 
 void *dpl_alloc(size_t bytes) {

@@ -71,15 +71,11 @@ dpl_status dpl_parse_i64(const char *text, int64_t *value_out);
 
 /* ---- safetensors (st_read.c, st_write.c) ----------------------------------------------------- */
 
-#define DPL_ST_DTYPE_MAP(X)                                                                    \
-    X(BOOL, 1)                                                                                 \
-    X(U8, 1)                                                                                   \
-    X(I8, 1)                                                                                   \
-    X(F8_E5M2, 1)                                                                              \
-    X(F8_E4M3, 1)                                                                              \
-    X(F8_E8M0, 1)                                                                              \
-    X(I16, 2) X(U16, 2) X(F16, 2) X(BF16, 2) X(I32, 4) X(U32, 4) X(F32, 4) X(F64, 8) X(I64, 8) \
-        X(U64, 8)
+// clang-format off
+#define DPL_ST_DTYPE_MAP(X) \
+    X(BOOL, 1) X(U8, 1) X(I8, 1) X(F8_E5M2, 1) X(F8_E4M3, 1) X(F8_E8M0, 1) X(I16, 2) X(U16, 2) \
+    X(F16, 2) X(BF16, 2) X(I32, 4) X(U32, 4) X(F32, 4) X(F64, 8) X(I64, 8) X(U64, 8)
+// clang-format on
 typedef enum dpl_st_dtype {
 #define DPL_ST_ENUM(id, bytes) DPL_ST_##id,
     DPL_ST_DTYPE_MAP(DPL_ST_ENUM)

@@ -50,14 +50,6 @@ static uint32_t load_token(const uint8_t *data, int width, size_t i) {
     return memcpy(&v32, data + 4 * i, 4), v32;
 }
 
-// The first token that is not below vocab, or n.
-static size_t find_bad(const uint8_t *data, int width, size_t n, size_t vocab) {
-    if (width < 4 && vocab >= (size_t)1 << (8 * width)) return n;
-    size_t i = 0;
-    while (i < n && load_token(data, width, i) < vocab) i++;
-    return i;
-}
-
 /* ---- adding files --------------------------------------------------------------------------- */
 
 // Finds a shard's width, unless it is given, and where its tokens start.
@@ -119,7 +111,10 @@ static dpl_status add_data(dpl_source *source, const char *path, dpl_map *map) {
         if (source->n_empty++ == 0) dpl_log("note: %s is empty and skipped", path);
         return DPL_OK;
     }
-    const size_t n = bytes / (size_t)width, bad = find_bad(data, width, n, source->vocab);
+    const size_t n = bytes / (size_t)width;
+    const bool all_fit = width < 4 && source->vocab >= (size_t)1 << (8 * width);
+    size_t bad = all_fit ? n : 0;
+    while (bad < n && load_token(data, width, bad) < source->vocab) bad++;
     if (bad < n)
         return dpl_fail(DPL_EFORMAT, "%s: byte %zu: token %u, but the vocabulary has %zu", path,
                         offset + bad * (size_t)width, load_token(data, width, bad), source->vocab);
