@@ -161,13 +161,6 @@ static void pack_panels(const attn_head *h, dpl_mat m, size_t row0, size_t n_row
     }
 }
 
-// The parts "nope" and "rope" of keys or queries, as pack_panels does one.
-static void pack_parts(const attn_head *h, dpl_mat nope, dpl_mat rope, size_t row0, size_t n_rows,
-                       float *to) {
-    pack_panels(h, nope, row0, n_rows, h->a->d_nope, n_rows, to);
-    pack_panels(h, rope, row0, n_rows, h->a->d_rope, n_rows, to + n_rows * h->nope_cols);
-}
-
 // All of the first n keys and values that a task needs; in backward n is S.
 static void pack_keys(const attn_head *h, size_t n) {
     const attn_work *w = &h->w;
@@ -179,7 +172,8 @@ static void pack_keys(const attn_head *h, size_t n) {
         return;
     }
     pack_transposed(h, h->v, n, a->d_v, a->d_v, w->vt);
-    pack_parts(h, h->k, h->k_rope, 0, n, w->right);
+    pack_panels(h, h->k, 0, n, a->d_nope, n, w->right);
+    pack_panels(h, h->k_rope, 0, n, a->d_rope, n, w->right + n * h->nope_cols);
     memset(w->dk, 0, n * h->ld_k * sizeof(float));
     memset(w->dv, 0, n * h->ld_v * sizeof(float));
 }
@@ -383,7 +377,9 @@ static void backward_block(const attn_head *h, size_t first, size_t last) {
     const size_t q0 = tile_row(h, first), n = tile_row(h, last) - q0;
     const dpl_mat dq_rope = dpl_mat_at(h->dq, 0, h->a->d_nope);
     pack_tiles(h, h->dout, h->a->d_v, first, last, w->dout);
-    pack_parts(h, h->q, dpl_mat_at(h->q, 0, h->a->d_nope), q0, n, w->q_cols);
+    pack_panels(h, h->q, q0, n, h->a->d_nope, n, w->q_cols);
+    pack_panels(h, dpl_mat_at(h->q, 0, h->a->d_nope), q0, n, h->a->d_rope, n,
+                w->q_cols + n * h->nope_cols);
     h->r->scale(h->a->scale, w->q_cols, n * h->ld_k);
     pack_panels(h, h->dout, q0, n, h->a->d_v, n, w->dout_cols);
     for (size_t i = 0; i < n; i++) w->max[i] = find_delta(h, q0 + i);

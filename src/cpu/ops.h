@@ -2,10 +2,10 @@
  * ops.h - the operators of the CPU: grouped GEMM, row movement, routing, attention, elementwise.
  *
  * Every function submits to the context (ctx.h) and returns at once; arguments were validated by
- * the caller when it planned, so nothing here can fail. Sizes are known on the host; what an operator
- * itself computes (group offsets, ids) is passed as a pointer and read inside the operator only. Same
- * inputs give the same bits for any number of threads, and the bits of a row never depend on other
- * rows of the call (except for sums over rows, which go in fixed chunks and fixed order).
+ * the caller when it planned, so nothing here can fail. Sizes are known on the host; what an
+ * operator itself computes (group offsets, ids) is passed as a pointer and read inside the operator
+ * only. Same inputs give the same bits for any number of threads, and the bits of a row never
+ * depend on other rows (except for sums over rows, which go in fixed chunks and fixed order).
  */
 #ifndef DPL_OPS_H
 #define DPL_OPS_H
@@ -33,8 +33,8 @@ static inline dpl_mat dpl_mat_at(dpl_mat m, size_t row, size_t col) {
 
 /* ---- grouped GEMM (gemm.c) -------------------------------------------------------------------
  * A weight of n_groups groups is logically (n_groups, n, k): y = x W^T. In memory a group is a row
- * of panels of DPL_PANEL outputs, [n / 32][k][32], the last panel padded with zeros. Master weights,
- * gradients and moments share this order. */
+ * of panels of DPL_PANEL outputs, [n / 32][k][32], the last panel padded with zeros. Master
+ * weights, gradients and moments share this order. */
 
 #define DPL_PANEL 32
 
@@ -62,8 +62,8 @@ static inline dpl_groups dpl_one_group(size_t n_rows) {
     return (dpl_groups){1, n_rows, NULL};
 }
 
-// Operands are used as they are with an F32 weight; with a BF16 weight the activations are rounded to
-// bf16 as well. Sums are fp32 always: FMA chains over k in blocks of a fixed length, added in order.
+// Operands are used as they are with an F32 weight; with a BF16 weight the activations are rounded
+// to bf16 as well. Sums are fp32: FMA chains over k in blocks of a fixed length, added in order.
 // y (rows, n) = x (rows, k) W_g^T
 void dpl_gemm_forward(dpl_ctx *ctx, dpl_mat x, const dpl_weight *w, dpl_groups groups, dpl_mat y);
 // dx (rows, k) = dy (rows, n) W_g, or += with accumulate (dx is then F32)
@@ -93,8 +93,8 @@ void dpl_rmsnorm_backward(dpl_ctx *ctx, dpl_mat dy, dpl_mat x, const float *gain
                           size_t n_rows, size_t d, dpl_mat dx, bool accumulate, float *dgain);
 
 // Rotates, in place, columns first .. first+d_rope-1 of each head; head h starts at column
-// h * head_stride. cos, sin: (positions, d_rope / 2), attention factor included. Pairs are (2i, 2i+1)
-// if interleaved, else (i, i + d_rope/2). inverse: the transpose, for backward.
+// h * head_stride. cos, sin: (positions, d_rope / 2), attention factor included. Pairs are (2i,
+// 2i+1) if interleaved, else (i, i + d_rope/2). inverse: the transpose, for backward.
 typedef struct dpl_rope {
     const float *cos, *sin;
     const int32_t *position; // (rows)
@@ -189,8 +189,8 @@ typedef struct dpl_aux {
     float dscale;                   // multiplies the gradients
     size_t n_batch, n_seq;
 } dpl_aux;
-// values_out[0] = balance loss, [1] = router z-loss, each weighted; dlogits (T, E) += dscale * their
-// gradient (dlogits NULL: values only).
+// values_out[0] = balance loss, [1] = router z-loss, each weighted; dlogits (T, E) += dscale *
+// their gradient (dlogits NULL: values only).
 void dpl_aux_losses(dpl_ctx *ctx, const dpl_route_rule *rule, const dpl_aux *aux,
                     const float *logits, const float *score, const int32_t *ids, double *values_out,
                     float *dlogits);
