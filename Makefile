@@ -7,6 +7,7 @@ PREFIX ?= /usr/local
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 FUZZ_SECONDS ?= 10
 CONFIG ?= configs/shakespeare.yml
+RUN ?= runs/shakespeare
 # Only a compiler that was asked for is passed on; CMake starts afresh when it changes.
 COMPILER := $(if $(filter command environment,$(firstword $(origin CC))),-DCMAKE_C_COMPILER=$(CC))
 # gcc's ThreadSanitizer needs the old memory map on kernels that randomize more bits.
@@ -24,6 +25,8 @@ deps-test:
 
 train: all
 	build/dropless train $(CONFIG) $(ARGS)
+	@echo "A sample of what it learned:"
+	@build/dropless generate $(RUN) --prompt "ROMEO:" --tokens 400 --temperature 0.8 --seed 1
 
 test: deps-test
 	cmake --preset release -DDPL_TESTS=ON $(COMPILER)
