@@ -19,7 +19,7 @@
 typedef __m512 vec;
 
 INLINE __mmask16 mask_of(size_t n) {
-    return (__mmask16)(n >= V ? 0xffffu : (1u << n) - 1);
+    return (__mmask16)(0xffffu >> (V - DPL_MIN(n, (size_t)V)));
 }
 
 INLINE vec load_f32(size_t n, const float *p) {

@@ -66,7 +66,7 @@ INLINE void tile_rows(size_t m, size_t n, size_t kc, const float *a, const float
 
 static void tile(size_t m, size_t n, size_t kc, const float *a, const float *b, float *c,
                  size_t ldc, bool add, dpl_gemm_ahead ahead) {
-    for (size_t j = 0; j < n; j += 2 * V) {
+    for (size_t j = 0; j < 32 && j < n; j += 2 * V) {
         switch (m) { EACH(ROWS) }
     }
 }
@@ -130,7 +130,7 @@ INLINE void pack_cols_as(dpl_gemm_load load, size_t m, size_t kc, const void *sr
     for (size_t i = 0; i < w; i += V) {
         const size_t n = m > i ? m - i : 0;
         for (size_t l = 0; l < kc; ++l) {
-            const vec x = n ? load_as(load, n, src, l * ld + i) : (vec){0};
+            const vec x = load_as(load, n, src, l * ld + i);
             store(w - i, w < V && (kc - l) * w >= V, dst + l * w + i, x);
         }
     }
