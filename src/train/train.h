@@ -23,7 +23,7 @@
 #define DPL_EXPECT(condition, status, ...) \
     DPL_TRY((condition) ? DPL_OK : dpl_fail(status, __VA_ARGS__))
 // Of the arguments of a public function.
-#define DPL_NEED(condition) DPL_CHECK(condition, "needed: %s", #condition)
+#define DPL_NEED(condition) DPL_CHECK(condition, "%s needs %s", __func__, #condition)
 
 /* ---- options (options.c) ---- */
 // kind, key, default, range (numbers: "LOW .. HIGH", "LOW ..", "> LOW") or choices, help.
