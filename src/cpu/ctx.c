@@ -38,17 +38,14 @@ dpl_status dpl_ctx_create(int n_threads, bool deferred, size_t step_bytes, dpl_c
     if (!ctx) return dpl_fail(DPL_ENOMEM, "no memory for a context");
     ctx->level = level;
     ctx->kernels = dpl_cpu_kernels(level);
-    ctx->scratch_bytes = SCRATCH_BYTES;
-    const bool as_much = step_bytes == 0;
     ctx->memory_bytes = (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE);
-    if (as_much) step_bytes = 4 * ctx->memory_bytes;
+    size_t bytes = step_bytes ? step_bytes : 4 * ctx->memory_bytes;
+    const size_t bytes_min = step_bytes ? step_bytes : STEP_BYTES_MIN;
     dpl_status status = dpl_pool_open(n_threads, &ctx->pool);
-    if (status == DPL_OK) status = dpl_arena_open(step_bytes, &ctx->arena);
+    if (status == DPL_OK) status = dpl_arena_open(bytes, &ctx->arena);
     // Batch systems limit addresses too (ulimit -v): take what there is.
-    while (status != DPL_OK && as_much && ctx->pool && step_bytes > STEP_BYTES_MIN) {
-        step_bytes /= 2;
-        status = dpl_arena_open(step_bytes, &ctx->arena);
-    }
+    while (status != DPL_OK && ctx->pool && (bytes /= 2) >= bytes_min)
+        status = dpl_arena_open(bytes, &ctx->arena);
     if (status == DPL_OK) {
         ctx->scratch = dpl_alloc_array((size_t)dpl_pool_threads(ctx->pool), SCRATCH_BYTES);
         if (deferred) ctx->queue = dpl_alloc(sizeof *ctx->queue);
@@ -141,8 +138,12 @@ static void run_part(void *p, size_t i, int i_thread) {
     const loop_run *run = p;
     const dpl_loop *loop = &run->loop;
     const size_t first = i * loop->grain, end = DPL_MIN(first + loop->grain, loop->n_rows);
-    const dpl_part part = {
-        first, end, i, &run->ctx->kernels->rows, dpl_ctx_scratch(run->ctx, i_thread), i_thread};
+    const dpl_part part = {first,
+                           end,
+                           i,
+                           &run->ctx->kernels->rows,
+                           run->ctx->scratch + (size_t)i_thread * SCRATCH_BYTES,
+                           i_thread};
     loop->fn(run->args, &part);
 }
 
@@ -153,18 +154,4 @@ void dpl_ctx_loop(dpl_ctx *ctx, dpl_loop loop, const void *args) {
 
 void dpl_run_loop(dpl_ctx *ctx, const void *args) {
     dpl_ctx_loop(ctx, *(const dpl_loop *)args, args);
-}
-
-typedef struct rows_call {
-    dpl_rows_fn fn;
-    void *arg;
-} rows_call;
-
-static void call_rows(const void *args, const dpl_part *part) {
-    const rows_call *call = args;
-    call->fn(call->arg, part->first, part->end - part->first, part->i, part->i_thread);
-}
-
-void dpl_ctx_rows(dpl_ctx *ctx, size_t n_rows, size_t grain, dpl_rows_fn fn, void *arg) {
-    dpl_ctx_loop(ctx, (dpl_loop){call_rows, n_rows, grain}, &(rows_call){fn, arg});
 }

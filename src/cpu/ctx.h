@@ -2,9 +2,9 @@
  * ctx.h - the context that every operator takes: threads, kernel table, step memory, phase clock.
  *
  * Operators are submitted, not called: nothing may assume that an operator has finished before
- * dpl_ctx_wait() or dpl_ctx_read() says so. On the plain context an operator runs at once. A deferred
- * context (for tests) queues operators and poisons their outputs until somebody waits, which shows
- * every place that reads a result too early; a device would behave in the same way.
+ * dpl_ctx_wait() or dpl_ctx_read() says so. On the plain context an operator runs at once. A
+ * deferred context (for tests) queues operators and poisons their outputs until somebody waits,
+ * which shows every place that reads a result too early; a device would behave in the same way.
  */
 #ifndef DPL_CTX_H
 #define DPL_CTX_H
@@ -14,12 +14,13 @@
 typedef struct dpl_kernels dpl_kernels; // kernels.h
 
 // Where a step's time goes; `step_profile=true` prints one row a phase.
-#define DPL_PHASE_MAP(X)                                                                        \
-    X(OTHER, "other")                                                                           \
-    X(GMM, "grouped_gemm")                                                                      \
-    X(GEMM, "dense_gemm") X(ATTENTION, "attention") X(ROUTER, "router") X(DISPATCH, "dispatch") \
-        X(COMBINE, "combine") X(NORM, "norm") X(SWIGLU, "swiglu") X(EMBED, "embedding")         \
-            X(LOSS, "head_loss") X(OPTIMIZER, "optimizer")
+// clang-format off
+#define DPL_PHASE_MAP(X)                                                                 \
+    X(OTHER, "other")       X(GMM, "grouped_gemm")  X(GEMM, "dense_gemm")                \
+    X(ATTENTION, "attention") X(ROUTER, "router")   X(DISPATCH, "dispatch")              \
+    X(COMBINE, "combine")   X(NORM, "norm")         X(SWIGLU, "swiglu")                  \
+    X(EMBED, "embedding")   X(LOSS, "head_loss")    X(OPTIMIZER, "optimizer")
+// clang-format on
 #define DPL_PHASE_ENUM(id, name) DPL_PHASE_##id,
 typedef enum dpl_phase { DPL_PHASE_MAP(DPL_PHASE_ENUM) DPL_PHASE_N } dpl_phase;
 #undef DPL_PHASE_ENUM
@@ -31,8 +32,7 @@ struct dpl_ctx {
     dpl_cpu_level level;
     size_t memory_bytes;         // of this machine
     dpl_arena *arena;            // the step's memory; operators take temporary buffers from it too
-    size_t scratch_bytes;        // per thread
-    uint8_t *scratch;            // n_threads blocks of scratch_bytes, for use inside one task
+    uint8_t *scratch;            // for use inside one task, a block of 4 MB per thread
     struct dpl_queue *queue;     // NULL: operators run at once
     double phase_s[DPL_PHASE_N]; // time spent by operators since the owner last cleared it
     dpl_phase phase;             // what operators are counted under now
@@ -58,21 +58,16 @@ typedef struct dpl_span {
 typedef void (*dpl_op_fn)(dpl_ctx *ctx, const void *args);
 #define DPL_OP_ARGS_MAX 320
 
-// Runs `fn(ctx, args)` now, or queues a copy of args. `outputs` are the blocks that the operator writes
-// entirely without reading them (never list an accumulated or in-place block).
+// Runs `fn(ctx, args)` now, or queues a copy of args. `outputs` are the blocks that the operator
+// writes entirely without reading them (never list an accumulated or in-place block).
 void dpl_ctx_submit(dpl_ctx *ctx, dpl_op_fn fn, const void *args, size_t args_bytes,
                     const dpl_span *outputs, size_t n_outputs);
-
-// Scratch of this thread inside a task, scratch_bytes long.
-static inline void *dpl_ctx_scratch(const dpl_ctx *ctx, int i_thread) {
-    return ctx->scratch + (size_t)i_thread * ctx->scratch_bytes;
-}
 
 // Some of the rows of an operator, for one thread.
 typedef struct dpl_part {
     size_t first, end, i; // rows first .. end-1; the number of this part
     const struct dpl_row_kernels *k;
-    void *scratch; // dpl_ctx_scratch() of i_thread
+    void *scratch; // 4 MB of this thread
     int i_thread;
 } dpl_part;
 typedef void (*dpl_part_fn)(const void *args, const dpl_part *part);
@@ -90,10 +85,6 @@ void dpl_run_loop(dpl_ctx *ctx, const void *args);
 #define DPL_SUBMIT(ctx, fn, args, ...)                                              \
     dpl_ctx_submit(ctx, fn, &(args), sizeof(args), (const dpl_span[]){__VA_ARGS__}, \
                    DPL_COUNT(((const dpl_span[]){__VA_ARGS__})))
-
-// As dpl_ctx_loop: fn(arg, first, count, i_chunk, i_thread) on chunks of `grain` rows.
-typedef void (*dpl_rows_fn)(void *arg, size_t first, size_t count, size_t i_chunk, int i_thread);
-void dpl_ctx_rows(dpl_ctx *ctx, size_t n_rows, size_t grain, dpl_rows_fn fn, void *arg);
 
 /* ---- for callers of operators ---- */
 
