@@ -1,6 +1,6 @@
 /*
- * forward.c - opens a model and prints the likeliest next token after a few; without an argument, a small new
- * model is made in memory. Usage: forward [PATH]
+ * forward.c - opens a model and prints the likeliest next token after a few; without an argument, a
+ * small new model is made in memory. Usage: forward [PATH]
  */
 #include <dropless.h>
 #include <stdio.h>

@@ -1,6 +1,6 @@
 /*
- * train.c - trains a small model on synthetic tokens, step by step, and prints the loss. No file is written.
- * Usage: train [CONFIG.yml] [key=value ...]
+ * train.c - trains a small model on synthetic tokens, step by step, and prints the loss. No file is
+ * written. Usage: train [CONFIG.yml] [key=value ...]
  */
 #include <dropless.h>
 #include <stdio.h>

@@ -197,8 +197,8 @@ typedef struct dpl_layer_gradients { /* the same shapes; NULL: not wanted */
     float *router, *gate, *up, *down, *shared_gate, *shared_up, *shared_down;
 } dpl_layer_gradients;
 
-/** Open a layer with zero weights and gradients. ctx must outlive it; any number of layers may share
- * one, on one thread. Cost: memory of the weights in dtype and once in fp32. */
+/** Open a layer with zero weights and gradients. ctx must outlive it; any number of layers may
+ * share one, on one thread. Cost: memory of the weights in dtype and once in fp32. */
 DPL_API dpl_status dpl_layer_open(const dpl_layer_config *config, dpl_ctx *ctx,
                                   dpl_layer **layer_out);
 DPL_API void dpl_layer_close(dpl_layer **layer);
@@ -275,12 +275,14 @@ DPL_API dpl_status dpl_config_option(size_t i, dpl_option_info *info_out);
 /** A transformer of the deepseek_v3 family and its weights.
  * Everywhere below, PATH is a model directory (config.json and safetensors, as Hugging Face
  * transformers has them), a checkpoint directory, or a run directory, which stands for its newest
- * whole checkpoint. What reads weights or describes them verifies a checkpoint's checksums first. */
+ * whole checkpoint. What reads weights or describes them verifies a checkpoint's checksums first.
+ */
 typedef struct dpl_model dpl_model;
 
 /** The options that belong to the model at PATH: those of its run (config.yml) where it is a run
  * directory or a checkpoint in one, else defaults with `dtype` and `max_target_length` as its
- * config.json has them. DPL_EIO no model is there; DPL_EFORMAT, DPL_EINVAL its files are damaged. */
+ * config.json has them. DPL_EIO no model is there; DPL_EFORMAT, DPL_EINVAL its files are damaged.
+ */
 DPL_API dpl_status dpl_config_open_model(const char *path, dpl_config **config_out);
 
 /** Open a model: from files, or new with initial weights. ctx must outlive it.
@@ -416,8 +418,8 @@ DPL_API dpl_status dpl_checkpoint_verify(const char *dir);
 
 /* ---- 6 training ---------------------------------------------------------------------------- */
 
-/** One training run: model, data, optimizer, and the run directory. All ranks call its functions, in
- * the same order (collective), but for those that only tell or stop. */
+/** One training run: model, data, optimizer, and the run directory. All ranks call its functions,
+ * in the same order (collective), but for those that only tell or stop. */
 typedef struct dpl_trainer dpl_trainer;
 
 /** One optimizer step. Sums over the global batch are divided by its number of loss tokens. */
@@ -471,8 +473,8 @@ DPL_API const char *dpl_trainer_run_dir(const dpl_trainer *trainer);
  * router bias are as before the step. Cost: no allocation after the first step. */
 DPL_API dpl_status dpl_trainer_step(dpl_trainer *trainer, dpl_step_metrics *metrics_out);
 
-/** Evaluate on the evaluation data, from its beginning. Changes nothing. DPL_EINVAL there is no such
- * data; DPL_ENUMERIC; DPL_EINTR dpl_trainer_stop() was called. */
+/** Evaluate on the evaluation data, from its beginning. Changes nothing. DPL_EINVAL there is no
+ * such data; DPL_ENUMERIC; DPL_EINTR dpl_trainer_stop() was called. */
 DPL_API dpl_status dpl_trainer_evaluate(dpl_trainer *trainer, dpl_eval_metrics *metrics_out);
 
 /** Write a checkpoint of the state after the last step, and remove those beyond

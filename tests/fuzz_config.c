@@ -1,4 +1,5 @@
-// fuzz_config.c - libFuzzer: any JSON as config.json. What is accepted must write and read back as the same model.
+// fuzz_config.c - libFuzzer: any JSON as config.json. What is accepted must write and read back as
+// the same model.
 #include <stdio.h>
 #include <stdlib.h>
 

@@ -1,6 +1,6 @@
 /*
- * lab.h - one MoE layer with random weights, as the tests of src/moe see it: row-major values for the
- * oracle, packed ones for the layer, and the results of both side by side.
+ * lab.h - one MoE layer with random weights, as the tests of src/moe see it: row-major values for
+ * the oracle, packed ones for the layer, and the results of both side by side.
  */
 #ifndef DPL_TESTS_LAB_H
 #define DPL_TESTS_LAB_H

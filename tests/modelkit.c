@@ -96,7 +96,8 @@ void scene_open_random(uint64_t seed, scene *s) {
             n_seq, s->segments ? " packed" : "");
 }
 
-// Documents of random lengths; the last row may end in padding. Targets stay in their document, some are masked.
+// Documents of random lengths; the last row may end in padding. Targets stay in their document,
+// some are masked.
 static void random_documents(uint64_t seed, scene *s) {
     uint64_t n = 0;
     const int S = s->n_seq, T = s->n_batch * S;

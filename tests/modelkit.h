@@ -1,6 +1,7 @@
 /*
- * modelkit.h - a model of src/model beside the oracle's: the same configuration, the same parameters,
- * one batch for both, everything that was computed under the names of the reference files.
+ * modelkit.h - a model of src/model beside the oracle's: the same configuration, the same
+ * parameters, one batch for both, everything that was computed under the names of the reference
+ * files.
  */
 #ifndef DPL_TESTS_MODELKIT_H
 #define DPL_TESTS_MODELKIT_H
@@ -38,7 +39,8 @@ typedef struct kit {
     dpl_model *model;
 } kit;
 
-// A model on a context of its own (lab_ctx). False: this machine lacks the level. params NULL: zeros.
+// A model on a context of its own (lab_ctx). False: this machine lacks the level. params NULL:
+// zeros.
 bool kit_open(const dpl_model_config *config, dpl_dtype dtype, const oracle_set *params,
               int n_threads, bool deferred, const char *level, kit *k);
 void kit_close(kit *k);
@@ -52,8 +54,8 @@ typedef struct kit_result {
     double loss, mtp_loss, total; // normalized as the oracle's
     oracle_set out;               // what was probed
 } kit_result;
-// Gradients are zeroed first; scales such that they are those of the oracle's total. result_out NULL: neither
-// probed nor returned.
+// Gradients are zeroed first; scales such that they are those of the oracle's total. result_out
+// NULL: neither probed nor returned.
 dpl_status kit_train(kit *k, const scene *s, kit_result *result_out);
 void kit_result_close(kit_result *r);
 

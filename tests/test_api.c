@@ -1,6 +1,7 @@
 /*
- * test_api.c - section 5 of dropless.h: a model by its public functions alone, from a configuration, to files
- * and back, its loss, evaluation, generation and description, and what each does with wrong arguments.
+ * test_api.c - section 5 of dropless.h: a model by its public functions alone, from a
+ * configuration, to files and back, its loss, evaluation, generation and description, and what each
+ * does with wrong arguments.
  */
 #include <setjmp.h>
 #include <stdarg.h>
@@ -124,7 +125,8 @@ static void test_info(void **state) {
     assert_int_equal(info.n_dense_layers, 1);
     assert_int_equal(info.n_experts, 8);
     assert_int_equal(info.positions_max, POSITIONS);
-    // By hand: embedding and head, two attention blocks with three norms and the two of the layer, final norm.
+    // By hand: embedding and head, two attention blocks with three norms and the two of the layer,
+    // final norm.
     const uint64_t attention = 32 * 16 + 16 * 2 * 16 + 32 * 24 + 16 * 2 * 16 + 16 * 32;
     const uint64_t rest = 2 * 256 * 32 + 2 * (attention + 2 * 32 + 16 + 16) + 32 + 3 * 32 * 48 +
                           8 * 32;
@@ -200,7 +202,8 @@ static void test_wrong_batches(void **state) {
     check_error(dpl_model_forward(r.model, ids, 1, POSITIONS + 1, logits), DPL_EINVAL, "65", "64");
     check_error(dpl_model_forward(r.model, ids, SIZE_MAX / 2, 4, logits), DPL_EINVAL, "sequences",
                 "");
-    check_error(dpl_model_forward(NULL, ids, 1, 4, logits), DPL_EINVAL, "needed", "");
+    check_error(dpl_model_forward(NULL, ids, 1, 4, logits), DPL_EINVAL, "dpl_model_forward",
+                "needs model");
     check_error(dpl_model_loss(r.model, ids, targets, 1, 3, &loss, NULL), DPL_EINVAL, "999",
                 "target");
     assert_true(loss == 7);
@@ -600,7 +603,8 @@ static void write_input(const char *path) {
     scratch_write(path, file, sizeof file);
 }
 
-// The n-th allocation, then the n-th write, fails; each failure is reported, nothing leaks or is left half-done.
+// The n-th allocation, then the n-th write, fails; each failure is reported, nothing leaks or is
+// left half-done.
 static void test_faults(void **state) {
     (void)state;
     rig r = rig_open(1, NULL);
@@ -632,7 +636,8 @@ static void test_faults(void **state) {
     rig_close(&r);
 }
 
-// A locale whose decimal sign is a comma; made in the scratch folder where the system has none. False: no way.
+// A locale whose decimal sign is a comma; made in the scratch folder where the system has none.
+// False: no way.
 static bool set_comma_locale(void) {
     if (setlocale(LC_NUMERIC, "de_DE.UTF-8")) return true;
     char command[512];

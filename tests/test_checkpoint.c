@@ -1,5 +1,6 @@
 /*
- * test_checkpoint.c - runs that are interrupted: what is on the disk at any moment, and what a resumed run computes.
+ * test_checkpoint.c - runs that are interrupted: what is on the disk at any moment, and what a
+ * resumed run computes.
  *
  * Numbers in comments are rows of known-faults.md.
  */
@@ -77,7 +78,8 @@ static json_t *rows_of(const char *path) {
 
 /* ---- resuming ---- */
 
-// 85, 92: 12 steps, and 5 + 7 in a new trainer: the same bits of weights, moments, biases and metrics.
+// 85, 92: 12 steps, and 5 + 7 in a new trainer: the same bits of weights, moments, biases and
+// metrics.
 static void resumed_bits(const char *more) {
     dpl_config *straight_config = text_run("straight", more), *config = text_run("resumed", more);
     run_set(straight_config, "eval_interval=3");
@@ -212,7 +214,8 @@ static void mismatches(void **state) {
     dpl_config_close(&config);
 }
 
-// load_parameters_path: weights only; load_full_state_path: everything; the run's own checkpoint wins over both (90).
+// load_parameters_path: weights only; load_full_state_path: everything; the run's own checkpoint
+// wins over both (90).
 static void starting_points(void **state) {
     (void)state;
     dpl_config *config = text_run("source", "steps=3");
@@ -297,7 +300,8 @@ static void flip_byte(const char *path, long at) {
     fclose(file);
 }
 
-// One wrong bit anywhere, a short file, a missing file: an error with the place and the good one before it (93).
+// One wrong bit anywhere, a short file, a missing file: an error with the place and the good one
+// before it (93).
 static void damage_is_found(void **state) {
     (void)state;
     dpl_config *config = text_run("damaged", "checkpoint_period=2");
@@ -337,8 +341,8 @@ static void damage_is_found(void **state) {
     dpl_config_close(&config);
 }
 
-// 93, 94: whichever write, sync or rename fails, the checkpoint before is whole and the newest, and nothing of the new
-// one is left; also when it was to replace one of the same step.
+// 93, 94: whichever write, sync or rename fails, the checkpoint before is whole and the newest, and
+// nothing of the new one is left; also when it was to replace one of the same step.
 static void any_write_may_fail(void **state) {
     (void)state;
     dpl_config *config = text_run("full", "mtp_num_layers=0");
@@ -360,7 +364,8 @@ static void any_write_may_fail(void **state) {
             assert_int_equal(status, DPL_EIO);
             assert_non_null(strstr(dpl_error_message(), "checkpoint of step 1"));
             check_ok(dpl_checkpoint_newest(t->run_dir, false, newest));
-            // Whole (it was verified): the earlier one, or the new one where only the last sync failed.
+            // Whole (it was verified): the earlier one, or the new one where only the last sync
+            // failed.
             const bool is_new = strcmp(strrchr(newest, '/'), "/1") == 0;
             assert_true(is_new || (!again && strcmp(strrchr(newest, '/'), "/0") == 0));
             assert_int_equal(scratch_count(scratch_path("runs/full/checkpoints")), is_new ? 2 : 1);
@@ -377,7 +382,8 @@ static void any_write_may_fail(void **state) {
     dpl_config_close(&config);
 }
 
-// Whichever allocation fails while a run is opened or resumed: an error, and nothing leaks (the sanitizers look).
+// Whichever allocation fails while a run is opened or resumed: an error, and nothing leaks (the
+// sanitizers look).
 static void any_allocation_may_fail(void **state) {
     (void)state;
     dpl_config *config = text_run("memory", "mtp_num_layers=0");
@@ -450,7 +456,8 @@ static void run_directory(void **state) {
     dpl_config_close(&config);
 }
 
-// 52, 145: a loss that is not finite ends the run with an error; metrics.jsonl stays JSON, the checkpoint stays good.
+// 52, 145: a loss that is not finite ends the run with an error; metrics.jsonl stays JSON, the
+// checkpoint stays good.
 static void not_finite_ends_the_run(void **state) {
     (void)state;
     dpl_config *config = text_run("nan", "steps=12");

@@ -1,6 +1,6 @@
 /*
- * test_config.c - config.json in both of its forms, the rules that sizes must obey, hostile values, and the counts of
- * parameters and FLOPs of public models.
+ * test_config.c - config.json in both of its forms, the rules that sizes must obey, hostile values,
+ * and the counts of parameters and FLOPs of public models.
  */
 #include <setjmp.h>
 #include <stdarg.h>
@@ -369,7 +369,8 @@ static void counts_are_those_of_the_public_model(void **state) {
         const size_t B = (size_t)count(row, "B"), S = (size_t)count(row, "S");
         assert_true(dpl_model_flops(&plain, B, S) == count(row, "total"));
         assert_true(dpl_model_attention_flops(&plain, B, S) == 3 * 61 * count(row, "attn"));
-        // An MTP layer costs its attention and one MoE layer; the head is not counted again (as in MaxText).
+        // An MTP layer costs its attention and one MoE layer; the head is not counted again (as in
+        // MaxText).
         const double layer = 3 * (count(row, "q") + count(row, "kv") + count(row, "attn") +
                                   count(row, "out") + count(row, "moe") / 58);
         assert_true(fabs(dpl_model_flops(&c, B, S) - count(row, "total") - layer) <
@@ -380,7 +381,8 @@ static void counts_are_those_of_the_public_model(void **state) {
     json_decref(root);
 }
 
-// Only what a token uses is counted; an embedding that is looked up costs nothing; the shared expert has its own width.
+// Only what a token uses is counted; an embedding that is looked up costs nothing; the shared
+// expert has its own width.
 static void flops_follow_what_is_computed(void **state) {
     (void)state;
     dpl_model_config c, other;

@@ -1,5 +1,6 @@
 /*
- * test_data.c - batches: every token once, in an order that a seed and a position give, borders of documents kept.
+ * test_data.c - batches: every token once, in an order that a seed and a position give, borders of
+ * documents kept.
  *
  * Numbers in comments are rows of known-faults.md.
  */
@@ -64,8 +65,8 @@ static void shuffle_is_a_permutation(void **state) {
     assert_true(dpl_shuffle(UINT64_C(1) << 50, 1, 2, 3) < UINT64_C(1) << 50);
 }
 
-// 91, 92: 10 samples, batches of 2: each epoch has each sample once, later epochs another order, and the position alone
-// says how to go on.
+// 91, 92: 10 samples, batches of 2: each epoch has each sample once, later epochs another order,
+// and the position alone says how to go on.
 static void epochs_and_positions(void **state) {
     (void)state;
     const char *path = scratch_path("epochs.txt");
@@ -119,7 +120,8 @@ static void epochs_and_positions(void **state) {
 
 /* ---- windows ---- */
 
-// Training has the first part, evaluation the last; in each, every token but the first is predicted exactly once (131).
+// Training has the first part, evaluation the last; in each, every token but the first is predicted
+// exactly once (131).
 static void each_token_once(void **state) {
     (void)state;
     static const size_t sizes[] = {40, 161, 1000, 1009};
@@ -192,7 +194,8 @@ static void check_rows(const dpl_data *data, size_t n_rows, const char *const *i
     dpl_tokens_free(&b);
 }
 
-// Borders hold in targets, segments and positions; or do not, when asked; or each document has rows of its own.
+// Borders hold in targets, segments and positions; or do not, when asked; or each document has rows
+// of its own.
 static void documents(void **state) {
     (void)state;
     dpl_config *config = run_config("dataset_type=text", "eval_split_fraction=0",
@@ -223,7 +226,8 @@ static void documents(void **state) {
     dpl_config_close(&config);
 }
 
-// The training of a model sees nothing of another document: the loss of a row is that of its documents alone.
+// The training of a model sees nothing of another document: the loss of a row is that of its
+// documents alone.
 static void attention_stays_in_its_document(void **state) {
     (void)state;
     dpl_ctx *ctx = run_ctx(2);
@@ -236,7 +240,8 @@ static void attention_stays_in_its_document(void **state) {
     const char *path = scratch_path("packed.safetensors");
     double loss[2];
     for (int variant = 0; variant < 2; variant++) {
-        // The second row repeats the first; its first document is another one the second time, and does not count.
+        // The second row repeats the first; its first document is another one the second time, and
+        // does not count.
         int32_t out[32];
         for (int i = 0; i < 32; i++) {
             out[i] = segments[i] == 2;

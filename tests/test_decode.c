@@ -62,9 +62,9 @@ static void close_text(text *t) {
     scene_close(&t->s);
 }
 
-// Feeds the text in pieces of these sizes, the last size again and again; logits after each piece are
-// compared with the whole pass. Returns the largest difference as a fraction of the largest logit.
-// row_out: the last logits.
+// Feeds the text in pieces of these sizes, the last size again and again; logits after each piece
+// are compared with the whole pass. Returns the largest difference as a fraction of the largest
+// logit. row_out: the last logits.
 static double feed_pieces(text *t, const size_t *sizes, size_t n_sizes, float *row_out) {
     const size_t V = (size_t)t->s.cfg.V;
     dpl_decoder *d;

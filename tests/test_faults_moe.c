@@ -1,6 +1,6 @@
 /*
- * test_faults_moe.c - faults that users of other MoE systems reported, on one rank: each test is named
- * after what must hold, and carries the number of its row in the list of known faults.
+ * test_faults_moe.c - faults that users of other MoE systems reported, on one rank: each test is
+ * named after what must hold, and carries the number of its row in the list of known faults.
  */
 #include <setjmp.h>
 #include <stdarg.h>
@@ -39,15 +39,16 @@ static float *random_floats(size_t n, uint64_t stream) {
     return x;
 }
 
-/* ---- grouped GEMM through the public functions ------------------------------------------------ */
+/* ---- grouped GEMM through the public functions ------------------------------------------------
+ */
 
 #define MAX_GROUPS 20
 typedef struct groups_case {
     size_t n_groups, sizes[MAX_GROUPS], n, k, spare_rows, ld_extra;
 } groups_case;
 
-typedef struct
-    dot { // a sum of products in double, and what bounds the error of an fp32 chain over it
+typedef struct dot { // a sum of products in double, and what bounds the error of an fp32 chain over
+                     // it
     double sum, magnitude;
     size_t n;
 } dot;
@@ -89,7 +90,8 @@ static void check_group(const groups_case *c, size_t g, size_t row, size_t ldx, 
         }
 }
 
-// Rows and columns that belong to nobody hold NaN in the inputs and must keep their bits in the outputs.
+// Rows and columns that belong to nobody hold NaN in the inputs and must keep their bits in the
+// outputs.
 static void run_groups(const groups_case *c, bool packed) {
     int64_t offsets[MAX_GROUPS + 1] = {0};
     for (size_t g = 0; g < c->n_groups; g++) offsets[g + 1] = offsets[g] + (int64_t)c->sizes[g];
@@ -181,12 +183,12 @@ static void offsets_are_checked(void **state) {
         const char *text;
     } cases[] = {{{0, 4, 8}, DPL_OK, NULL},
                  {{0, 0, 0}, DPL_OK, NULL},
-                 {{0, 4, 9}, DPL_EINVAL, "ends at 9"},
-                 {{0, 5, 4}, DPL_EINVAL, "group 1 ends at 4"},
-                 {{1, 4, 8}, DPL_EINVAL, "offsets[0]=1"},
-                 {{0, -1, 8}, DPL_EINVAL, "group 0 ends at -1"},
+                 {{0, 4, 9}, DPL_EINVAL, "offsets[2], of group 1, is 9, expected 4 to 8"},
+                 {{0, 5, 4}, DPL_EINVAL, "offsets[2], of group 1, is 4, expected 5"},
+                 {{1, 4, 8}, DPL_EINVAL, "offsets[0], of group 0, is 1, expected 0"},
+                 {{0, -1, 8}, DPL_EINVAL, "of group 0, is -1"},
                  {{0, INT64_MIN, INT64_MAX}, DPL_EINVAL, "group 0"},
-                 {{0, 4, INT64_MAX}, DPL_EINVAL, "n_rows=8"}};
+                 {{0, 4, INT64_MAX}, DPL_EINVAL, "expected 4 to 8"}};
     float x[32] = {0}, y[32] = {0}, w[32] = {0};
     dpl_gemm_grouped g = {.n_groups = 2, .n = 4, .k = 4, .n_rows = 8};
     float *ws = dpl_alloc(dpl_gemm_workspace_bytes(&g));
@@ -227,7 +229,8 @@ static void large_weights_are_right_too(void **state) {
     }
 }
 
-// Row 38: the last of 256 experts lies 15 GB behind the first. Pages that nobody touches cost nothing.
+// Row 38: the last of 256 experts lies 15 GB behind the first. Pages that nobody touches cost
+// nothing.
 static void the_last_expert_is_found_behind_4_gib(void **state) {
     (void)state;
     int64_t offsets[257] = {0};
@@ -250,7 +253,8 @@ static void the_last_expert_is_found_behind_4_gib(void **state) {
     dpl_free(ws);
 }
 
-/* ---- routing ---------------------------------------------------------------------------------- */
+/* ---- routing ----------------------------------------------------------------------------------
+ */
 
 #define MAX_ROUTE 4096
 static float score[MAX_ROUTE], weights[MAX_ROUTE], logits[MAX_ROUTE];
@@ -383,7 +387,8 @@ static void group_score_is_the_sum_of_the_two_best(void **state) {
     for (int32_t i = 0; i < 4; i++) assert_int_equal(ids[i], i);
 }
 
-// Row 22: with one normalized expert a token the router learns nothing from the task; without, it does.
+// Row 22: with one normalized expert a token the router learns nothing from the task; without, it
+// does.
 static void one_normalized_expert_gives_the_router_no_gradient(void **state) {
     (void)state;
     for (int norm = 0; norm < 2; norm++) {
@@ -423,7 +428,8 @@ static void equal_tokens_choose_alike(void **state) {
     lab_close(&l);
 }
 
-/* ---- ids given by a caller, permutation, dispatch and combine ----------------------------------- */
+/* ---- ids given by a caller, permutation, dispatch and combine -----------------------------------
+ */
 
 // What a caller with ids of its own does.
 static dpl_status prepare(dpl_comm *comm, const dpl_moe_shape *shape, const int32_t *given,
@@ -541,8 +547,8 @@ static void the_shared_expert_counts_fully(void **state) {
     }
 }
 
-// Row 10: counts are the histogram, also when nearly all tokens choose the same experts. Row 26: and the
-// same when the forward pass runs again. Row 31: so are the auxiliary losses.
+// Row 10: counts are the histogram, also when nearly all tokens choose the same experts. Row 26:
+// and the same when the forward pass runs again. Row 31: so are the auxiliary losses.
 static void counts_are_exact_and_repeatable(void **state) {
     (void)state;
     lab_rule rule = {.t = 2304, .d = 16, .f = 8, .rule = lab_sigmoid(32, 8), .seed = 9};
@@ -614,9 +620,11 @@ static void padding_changes_nothing(void **state) {
     dpl_free(router[1]);
 }
 
-/* ---- the layer as a whole ----------------------------------------------------------------------- */
+/* ---- the layer as a whole -----------------------------------------------------------------------
+ */
 
-// Row 1: the gradient of an expert without tokens is zero to the bit, after a call in which it had some.
+// Row 1: the gradient of an expert without tokens is zero to the bit, after a call in which it had
+// some.
 static void experts_without_tokens_have_zero_gradient(void **state) {
     (void)state;
     lab_rule rule = {

@@ -1,6 +1,6 @@
 /*
- * test_fixtures.c - dropless probe against the reference files: logits, hidden states, routing, gradients and
- * optimizer steps of every deepseek_v3 folder, in both forms of config.json.
+ * test_fixtures.c - dropless probe against the reference files: logits, hidden states, routing,
+ * gradients and optimizer steps of every deepseek_v3 folder, in both forms of config.json.
  *
  * The same comparison as compare.py beside the references, with the same bounds, without Python.
  */
@@ -73,7 +73,8 @@ static void compare_steps(verdict *v, const char *name, const double *got, const
                           size_t n) {
     for (size_t i = 0; i < n; i++) {
         const double off = fabs(got[i] - want[i]);
-        // A gradient of rounding noise becomes a whole step of the rate: most within the first bound, all in this.
+        // A gradient of rounding noise becomes a whole step of the rate: most within the first
+        // bound, all in this.
         if (!(off <= 2e-3)) bad(v, name, "off by", off);
         v->n_far += off > 1e-5;
     }

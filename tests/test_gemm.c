@@ -43,7 +43,8 @@ static dpl_ctx *open_ctx(const char *level, int n_threads, bool deferred) {
 
 static const char *const levels[] = {"ref", "avx2", "avx512"};
 
-/* ---- a problem: operands, and results with everything poisoned that must not be written -------- */
+/* ---- a problem: operands, and results with everything poisoned that must not be written --------
+ */
 
 typedef struct problem {
     size_t n_groups, n, k, n_rows, gap; // gap: elements between rows
@@ -168,7 +169,8 @@ static void same_result(const problem *p, const result *a, const result *b) {
     assert_memory_equal(a->dw, b->dw, p->n_groups * dpl_panel_elems(p->n, p->k) * sizeof(float));
 }
 
-/* ---- the judge --------------------------------------------------------------------------------- */
+/* ---- the judge ---------------------------------------------------------------------------------
+ */
 
 // An operand as the multiplication sees it.
 static double operand(const problem *p, dpl_mat m, size_t row, size_t col) {
@@ -275,7 +277,8 @@ static void judge(const problem *p, const result *r) {
     judge_untouched(p, r);
 }
 
-/* ---- cases ------------------------------------------------------------------------------------- */
+/* ---- cases -------------------------------------------------------------------------------------
+ */
 
 typedef struct shape {
     size_t n_groups;
@@ -431,7 +434,8 @@ static void test_deferred_context(void **state) {
     dpl_ctx_close(&later);
 }
 
-/* ---- large offsets: address space that is reserved but hardly touched --------------------------- */
+/* ---- large offsets: address space that is reserved but hardly touched ---------------------------
+ */
 
 static void *reserve(size_t bytes) {
     void *p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
@@ -497,7 +501,8 @@ static void test_rows_far_apart(void **state) {
     dpl_ctx_close(&ctx);
 }
 
-/* ---- panels and bias ---------------------------------------------------------------------------- */
+/* ---- panels and bias ----------------------------------------------------------------------------
+ */
 
 static void test_panels(void **state) {
     static const size_t sizes[][3] = {{1, 1, 1}, {3, 33, 20}, {2, 64, 7}, {1, 100, 1025}};

@@ -15,8 +15,8 @@
 
 #define CANARY 256 // bytes behind each workspace that nobody may touch
 
-typedef struct
-    user { // a layer and all that its caller brings; weights and tokens are those of a lab
+typedef struct user { // a layer and all that its caller brings; weights and tokens are those of a
+                      // lab
     lab lab;
     dpl_ctx *ctx;
     dpl_layer *layer;
@@ -350,7 +350,8 @@ static void configurations_are_checked(void **state) {
     dpl_ctx_close(&ctx);
 }
 
-// One dtype of tokens and weights, row-major and packed weights: y and dx; they must agree to the bit.
+// One dtype of tokens and weights, row-major and packed weights: y and dx; they must agree to the
+// bit.
 static void multiply(dpl_ctx *ctx, const dpl_gemm_grouped *g, const void *x, const void *dy,
                      const float *w, void *y, void *dx) {
     const size_t ws_bytes = dpl_gemm_workspace_bytes(g);
@@ -388,8 +389,8 @@ static void to_bf16(const float *x, size_t n, uint16_t *y, float *exact) {
     }
 }
 
-// bf16 tokens and weights give what fp32 gives from the rounded operands, rounded; weights are rounded
-// by the pack, from fp32.
+// bf16 tokens and weights give what fp32 gives from the rounded operands, rounded; weights are
+// rounded by the pack, from fp32.
 static void bf16_products_round_operands_and_result(void **state) {
     (void)state;
     enum { E = 3, N = 37, D = 41, T = 29 };
@@ -426,7 +427,8 @@ static void bf16_products_round_operands_and_result(void **state) {
     dpl_ctx_close(&ctx);
 }
 
-// The gradient of routing against the oracle is part of the layer's; here: what the public call refuses.
+// The gradient of routing against the oracle is part of the layer's; here: what the public call
+// refuses.
 static void router_backward_checks_its_ids(void **state) {
     (void)state;
     dpl_ctx *ctx = lab_ctx(1, false, NULL);

@@ -1,8 +1,10 @@
 /*
- * test_model.c - the whole model: forward, losses and every gradient against the fp64 oracle and the reference
- * files, and its invariances (threads, CPU levels, deferred operators, accumulation, memory).
+ * test_model.c - the whole model: forward, losses and every gradient against the fp64 oracle and
+ * the reference files, and its invariances (threads, CPU levels, deferred operators, accumulation,
+ * memory).
  *
- * Bounds are those of fixtures/README.md section 4 for float32 kernels: relative to the largest value of a tensor.
+ * Bounds are those of fixtures/README.md section 4 for float32 kernels: relative to the largest
+ * value of a tensor.
  */
 #include <setjmp.h>
 #include <stdarg.h>
@@ -65,9 +67,9 @@ static void compare_out(tally *t, const oracle_set *out, const char *name, size_
     t->n_out++;
 }
 
-// Relative to the largest gradient of the tensor; what is below one ulp of the largest gradient of all is rounding
-// noise (a softmax over one key has a gradient of 0 that arises from a difference). That of an expert without tokens
-// is exactly 0.
+// Relative to the largest gradient of the tensor; what is below one ulp of the largest gradient of
+// all is rounding noise (a softmax over one key has a gradient of 0 that arises from a difference).
+// That of an expert without tokens is exactly 0.
 static void compare_grad(tally *t, const kit *k, const char *name, size_t n, const double *want,
                          double top_of_all) {
     const dpl_disk_tensor *tensor = kit_disk(k->model, name);
@@ -365,9 +367,10 @@ static void add_errors(error_sum *e, size_t n, const float *got, const double *w
     }
 }
 
-// Every expert is chosen, so that no choice can flip. Each activation is rounded to bf16 (relative error of at most
-// 2^-9, RMS 2^-9 / sqrt(3)) some ten times a layer, errors add up as a random walk: forward over 2 layers, 2 MTP
-// layers and head about sqrt(50) of them, 1 %; the gradients see those of forward and backward, 2 %.
+// Every expert is chosen, so that no choice can flip. Each activation is rounded to bf16 (relative
+// error of at most 2^-9, RMS 2^-9 / sqrt(3)) some ten times a layer, errors add up as a random
+// walk: forward over 2 layers, 2 MTP layers and head about sqrt(50) of them, 1 %; the gradients see
+// those of forward and backward, 2 %.
 static void bf16_stays_near_the_oracle(void **state) {
     (void)state;
     oracle_config c = rich_config();
@@ -506,8 +509,9 @@ static void every_level_equals_the_oracle(void **state) {
     assert_int_equal(failures, 0);
 }
 
-// Two micro-batches after one another give the sum of their gradients: a second pass starts from the first one's
-// bits, so that accumulating the same batch from zero and from itself must agree within one rounding an addend.
+// Two micro-batches after one another give the sum of their gradients: a second pass starts from
+// the first one's bits, so that accumulating the same batch from zero and from itself must agree
+// within one rounding an addend.
 static void gradients_accumulate(void **state) {
     (void)state;
     const oracle_config c = rich_config();
@@ -544,7 +548,8 @@ static void gradients_accumulate(void **state) {
     scene_close(&s);
 }
 
-// Four rows at once, or two and two: the same counts, and gradients that differ by roundings of their sums.
+// Four rows at once, or two and two: the same counts, and gradients that differ by roundings of
+// their sums.
 static void micro_batches_add_up_to_the_batch(void **state) {
     (void)state;
     oracle_config c = rich_config();
@@ -590,7 +595,8 @@ static void micro_batches_add_up_to_the_batch(void **state) {
     scene_close(&s);
 }
 
-// Padding of the flat arrays is no parameter: it stays zero in the gradients, so it does in the weights.
+// Padding of the flat arrays is no parameter: it stays zero in the gradients, so it does in the
+// weights.
 static void padding_has_no_gradient(void **state) {
     (void)state;
     const oracle_config c = rich_config();
@@ -819,7 +825,8 @@ static void expect_nan(const char *tensor, const char *layer) {
     }
 }
 
-// The reservation of the step arena is made smaller than the pass needs: refused before anything is computed.
+// The reservation of the step arena is made smaller than the pass needs: refused before anything is
+// computed.
 static void a_pass_beyond_the_memory_is_refused(void **state) {
     (void)state;
     scene s;
@@ -843,7 +850,8 @@ static void a_pass_beyond_the_memory_is_refused(void **state) {
 
 static void nan_is_an_error_with_its_layer(void **state) {
     (void)state;
-    // After layer 1 the next router trips over the NaN; after the last layer nothing routes, so the loss does.
+    // After layer 1 the next router trips over the NaN; after the last layer nothing routes, so the
+    // loss does.
     static const struct {
         const char *layer, *tensor;
     } cases[] = {{"layer 1", "model.layers.1.mlp.experts.2.down_proj.weight"},

@@ -1,6 +1,6 @@
 /*
- * test_moe.c - one MoE layer as a whole: against the fp64 oracle, by finite differences, and what must
- * not change any bit: threads, deferred operators, the other tokens of the call.
+ * test_moe.c - one MoE layer as a whole: against the fp64 oracle, by finite differences, and what
+ * must not change any bit: threads, deferred operators, the other tokens of the call.
  */
 #include <setjmp.h>
 #include <stdarg.h>
@@ -16,7 +16,8 @@ static const char *const levels[] = {"ref", "avx2", "avx512"};
 
 static const lab_rule plain = {.t = 33, .d = 40, .f = 24, .seed = 11};
 
-// Shapes that are multiples of nothing, every kind of routing, with and without shared expert and bias.
+// Shapes that are multiples of nothing, every kind of routing, with and without shared expert and
+// bias.
 static size_t make_rules(dpl_dtype dtype, lab_rule rules[8]) {
     size_t n = 0;
     lab_rule r = plain;

@@ -1,5 +1,6 @@
 /*
- * test_options.c - keys and values: what is read, what is refused and with which words, what comes out again.
+ * test_options.c - keys and values: what is read, what is refused and with which words, what comes
+ * out again.
  *
  * Numbers in comments are rows of known-faults.md.
  */
@@ -131,7 +132,8 @@ static void keys_of_maxtext(void **state) {
         check_error(dpl_config_set(config, bad[i][0]), DPL_EINVAL, bad[i][1], bad[i][2]);
 }
 
-// Every option's default is inside its own range, and what config.yml holds reads back as the same values.
+// Every option's default is inside its own range, and what config.yml holds reads back as the same
+// values.
 static void the_table_is_consistent(void **state) {
     (void)state;
     dpl_option_info info;

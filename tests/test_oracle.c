@@ -438,8 +438,8 @@ static void test_packing(void **state) {
     oracle_set_close(&one), oracle_set_close(&two);
 }
 
-// The z-loss of the head is in `loss`, over positions with a target, and not in mtp.loss; padding gets
-// nothing from attention but the bias; the total is the sum of its parts.
+// The z-loss of the head is in `loss`, over positions with a target, and not in mtp.loss; padding
+// gets nothing from attention but the bias; the total is the sum of its parts.
 static void test_loss_parts(void **state) {
     (void)state;
     oracle_config cfg = small_config();

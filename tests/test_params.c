@@ -1,6 +1,6 @@
 /*
- * test_params.c - the tensor table: names and shapes on disk, the way between rows on disk and panels in memory, and
- * initial values.
+ * test_params.c - the tensor table: names and shapes on disk, the way between rows on disk and
+ * panels in memory, and initial values.
  */
 #include <setjmp.h>
 #include <stdarg.h>
@@ -177,7 +177,8 @@ static void rows_survive_the_way_to_panels_and_back(void **state) {
     kit_close(&k);
 }
 
-// What a weight does is what its rows on disk say, square or not: y = x W^T with a unit vector gives a column.
+// What a weight does is what its rows on disk say, square or not: y = x W^T with a unit vector
+// gives a column.
 static void check_column(kit *k, const char *name, size_t column) {
     const dpl_disk_tensor *t = kit_disk(k->model, name);
     const size_t rows = (size_t)t->shape[0], n = t->param->n, cols = t->param->k;

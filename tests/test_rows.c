@@ -41,7 +41,8 @@ static struct {
     bool is_first;
 } t;
 
-/* ---- blocks between canaries -------------------------------------------------------------------- */
+/* ---- blocks between canaries --------------------------------------------------------------------
+ */
 
 static void *block_new(size_t rows, size_t row_bytes, size_t ld_bytes) {
     const size_t bytes = rows * ld_bytes;
@@ -133,7 +134,8 @@ static void end(void) {
     dpl_ctx_release(t.ctx, t.mark);
 }
 
-/* ---- comparing ---------------------------------------------------------------------------------- */
+/* ---- comparing ----------------------------------------------------------------------------------
+ */
 
 static void near(double got, double want, double bound, const char *what, size_t row, size_t col) {
     // Written so that NaN fails. The last term: what fp32 flushes or rounds near zero.
@@ -185,7 +187,8 @@ static const struct {
 } shapes[] = {{0, 5, 0},    {1, 1, 0},   {3, 17, 0},   {5, 64, 9},
               {2, 1025, 0}, {71, 37, 3}, {261, 13, 0}, {3, 3001, 5}};
 
-/* ---- RMSNorm ------------------------------------------------------------------------------------ */
+/* ---- RMSNorm ------------------------------------------------------------------------------------
+ */
 
 #define EPS 1e-6f
 // Roundings of a sum of squares: 64 + 5 additions in a block, then the square, the root, products.
@@ -272,7 +275,8 @@ static void test_norm(void **state) {
     (void)state, each_way(norm_case);
 }
 
-/* ---- RoPE --------------------------------------------------------------------------------------- */
+/* ---- RoPE ---------------------------------------------------------------------------------------
+ */
 
 static void rope_shape(size_t n, size_t n_heads, size_t d_rope, size_t pad, bool interleaved) {
     const size_t first = 3, stride = first + d_rope + 2, half = d_rope / 2, n_positions = 9;
@@ -326,7 +330,8 @@ static void test_rope(void **state) {
     (void)state, each_way(rope_case);
 }
 
-/* ---- SwiGLU ------------------------------------------------------------------------------------- */
+/* ---- SwiGLU -------------------------------------------------------------------------------------
+ */
 
 static double sigmoid(double x) {
     return 1 / (1 + exp(-x));
@@ -391,7 +396,8 @@ static void test_swiglu(void **state) {
     (void)state, each_way(swiglu_case);
 }
 
-/* ---- add, copy, zero ---------------------------------------------------------------------------- */
+/* ---- add, copy, zero ----------------------------------------------------------------------------
+ */
 
 static void move_shape(size_t n, size_t d, size_t pad) {
     begin();
@@ -429,7 +435,8 @@ static void test_add_copy_zero(void **state) {
     (void)state, each_way(move_case);
 }
 
-/* ---- embedding ---------------------------------------------------------------------------------- */
+/* ---- embedding ----------------------------------------------------------------------------------
+ */
 
 static size_t table_index(bool in_panels, size_t id, size_t c, size_t d) {
     return in_panels ? dpl_panel_index(id, c, d) : id * d + c;
@@ -474,7 +481,8 @@ static void test_embed(void **state) {
     (void)state, each_way(embed_case);
 }
 
-/* ---- cross-entropy ------------------------------------------------------------------------------ */
+/* ---- cross-entropy ------------------------------------------------------------------------------
+ */
 
 static void check_xent_row(const float *x, int32_t target, size_t v, double z, double dscale,
                            const float *got, float loss, float zloss) {
@@ -554,7 +562,8 @@ static void test_xent_extremes(void **state) {
     dpl_ctx_close(&t.ctx);
 }
 
-/* ---- finite differences ------------------------------------------------------------------------- */
+/* ---- finite differences -------------------------------------------------------------------------
+ */
 
 #define FD_D 21
 typedef struct fd_case {
@@ -641,7 +650,8 @@ static void test_finite_differences(void **state) {
     dpl_ctx_close(&t.ctx);
 }
 
-/* ---- optimizer ---------------------------------------------------------------------------------- */
+/* ---- optimizer ----------------------------------------------------------------------------------
+ */
 
 static void check_adamw(const dpl_adamw *a, size_t n, const float *g, const float *before[3],
                         const float *p, const float *m, const float *v) {
@@ -781,7 +791,8 @@ static void test_sum_squares_not_finite(void **state) {
     (void)state, each_way(sum_squares_case);
 }
 
-/* ---- kernels and index widths ------------------------------------------------------------------- */
+/* ---- kernels and index widths -------------------------------------------------------------------
+ */
 
 static void kernel_case(void) {
     static const float special[] = {0,      -0.0f, 1,      -87.5f, -95,      -103.9f,  -104.1f,

@@ -116,7 +116,8 @@ static void hostile_sizes(void **state) {
     check_error(dpl_st_open(path, &file), DPL_EFORMAT, "t.safetensors: byte 0:", "100000001");
     for (size_t bytes = 0; bytes < 8; bytes++) {
         assert_int_equal(truncate(path, (off_t)bytes), 0);
-        check_error(dpl_st_open(path, &file), DPL_EFORMAT, "t.safetensors: byte 0:", "header of 0 bytes");
+        check_error(dpl_st_open(path, &file), DPL_EFORMAT,
+                    "t.safetensors: byte 0:", "header of 0 bytes");
     }
     check_error(dpl_st_open(scratch_path("none"), &file), DPL_EIO, "/none", "");
     assert_null(file);

@@ -1,6 +1,6 @@
 /*
- * test_schedule.c - learning rates against MaxText's rules, written down a second time, and the lengths at which
- * other programs divide by zero.
+ * test_schedule.c - learning rates against MaxText's rules, written down a second time, and the
+ * lengths at which other programs divide by zero.
  */
 #include <math.h>
 #include <setjmp.h>

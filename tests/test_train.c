@@ -1,6 +1,7 @@
 /*
- * test_train.c - the optimizer step: losses, gradients and biases against MaxText's own trajectory, and what must
- * not change them: micro-batches, threads, evaluation, padding; what a value that is not finite may do: nothing.
+ * test_train.c - the optimizer step: losses, gradients and biases against MaxText's own trajectory,
+ * and what must not change them: micro-batches, threads, evaluation, padding; what a value that is
+ * not finite may do: nothing.
  *
  * Numbers in comments are rows of known-faults.md.
  */
@@ -107,7 +108,8 @@ static void check_first_bias(const dpl_trainer *t) {
     }
 }
 
-// The same global batch in 1, 2, 4 micro-batches: loss, auxiliary losses (33, 35), norm, counts, bias (25).
+// The same global batch in 1, 2, 4 micro-batches: loss, auxiliary losses (33, 35), norm, counts,
+// bias (25).
 static void micro_batches_change_nothing(void **state) {
     (void)state;
     static const int n_micros[] = {1, 2, 4};
@@ -260,7 +262,8 @@ static void masked_tokens_do_not_count(void **state) {
     dpl_ctx_close(&ctx);
 }
 
-// 123, 124, 128: padding is not routed, not counted and does not change the loss or the auxiliary loss.
+// 123, 124, 128: padding is not routed, not counted and does not change the loss or the auxiliary
+// loss.
 static void padding_is_not_routed(void **state) {
     (void)state;
     masks b;

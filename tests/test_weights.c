@@ -1,6 +1,6 @@
 /*
- * test_weights.c - model directories: what is loaded, saved and loaded again is bitwise the same, and every deviation
- * from the model's tensors is an error that names them.
+ * test_weights.c - model directories: what is loaded, saved and loaded again is bitwise the same,
+ * and every deviation from the model's tensors is an error that names them.
  */
 #include <setjmp.h>
 #include <stdarg.h>

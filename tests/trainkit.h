@@ -1,13 +1,14 @@
 /*
- * trainkit.h - small training runs for tests: a tiny model's configuration, batches written as files.
+ * trainkit.h - small training runs for tests: a tiny model's configuration, batches written as
+ * files.
  */
 #ifndef DPL_TESTS_TRAINKIT_H
 #define DPL_TESTS_TRAINKIT_H
 
 #include "train/train.h"
 
-// A tiny model with every part but MTP and groups, on made-up data, fp32, in the scratch folder; then
-// the assignments, which end with NULL. The test fails where one is refused.
+// A tiny model with every part but MTP and groups, on made-up data, fp32, in the scratch folder;
+// then the assignments, which end with NULL. The test fails where one is refused.
 dpl_config *run_config(const char *assignment, ...);
 void run_set(dpl_config *config, const char *format, ...) __attribute__((format(printf, 2, 3)));
 dpl_ctx *run_ctx(int n_threads);

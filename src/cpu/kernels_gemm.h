@@ -39,8 +39,8 @@ typedef struct dpl_gemm_kernels {
     // dst[l*w + i] = src[l*ld + i] for i < m, l < kc, and 0 for m <= i < w.
     void (*pack_cols)(dpl_gemm_load load, size_t m, size_t kc, const void *src, size_t ld, size_t w,
                       float *dst);
-    // Register-resident chains x = x * sink[32] + sink[33] of this level's widest multiply-add, from
-    // and to sink[0..31]; returns the operations done.
+    // Register-resident chains x = x * sink[32] + sink[33] of this level's widest multiply-add,
+    // from and to sink[0..31]; returns the operations done.
     double (*peak_fma)(size_t n_rounds, float *sink);
 } dpl_gemm_kernels;
 

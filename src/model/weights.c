@@ -145,8 +145,8 @@ static void list_name(name_list *list, const char *name) {
     list->n++;
 }
 
-// Finds the slots' tensors: the names in the files are theirs, each once, but for copies. Both kinds
-// of deviation stand in one message: a renamed tensor is one of each.
+// Finds the slots' tensors: the names in the files are theirs, each once, but for copies. Both
+// kinds of deviation stand in one message: a renamed tensor is one of each.
 static dpl_status match_names(const dpl_model *m, const dpl_st_file *file, slots *s) {
     name_list missing = {.text = "none"}, unknown = missing;
     size_t i = 0, j = 0, n_ignored = 0;

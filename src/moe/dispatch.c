@@ -1,5 +1,5 @@
-// dispatch.c - step 3 of the layer: token rows to their experts, each gathered straight to its final place.
-// Its gradient is a combine without weights.
+// dispatch.c - step 3 of the layer: token rows to their experts, each gathered straight to its
+// final place. Its gradient is a combine without weights.
 #include "moe/moe.h"
 
 void dpl_ep_dispatch(dpl_ctx *ctx, const dpl_ep *ep, dpl_mat x, const float *weights, size_t d,

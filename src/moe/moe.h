@@ -54,7 +54,8 @@ typedef struct dpl_ep {
     dpl_moe_report *report; // device
 } dpl_ep;
 
-// A gated MLP on N rows: the experts; with one group and no row weights a shared expert, a dense MLP.
+// A gated MLP on N rows: the experts; with one group and no row weights a shared expert, a dense
+// MLP.
 typedef struct dpl_mlp {
     dpl_groups groups;
     dpl_weight gate_up_w, down_w; // as in dpl_moe_weights
