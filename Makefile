@@ -26,7 +26,7 @@ deps-test:
 train: all
 	build/dropless train $(CONFIG) $(ARGS)
 	@echo "A sample of what it learned:"
-	@build/dropless generate $(RUN) --prompt "ROMEO:" --tokens 400 --temperature 0.8 --seed 1
+	@build/dropless generate $(RUN) --prompt "ROMEO:" --tokens 240 --temperature 0.8 --seed 1
 
 test: deps-test
 	cmake --preset release -DDPL_TESTS=ON $(COMPILER)
