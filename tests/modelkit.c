@@ -57,6 +57,30 @@ static void random_yarn(oracle_config *c) {
     c->yarn.mscale_all_dim = 1.1;
 }
 
+oracle_config scene_small_config(void) {
+    return (oracle_config){
+        .V = 70,
+        .D = 24,
+        .L = 2,
+        .H = 2,
+        .n_dense = 1,
+        .F_dense = 19,
+        .F_moe = 18,
+        .n_shared = 2,
+        .router = {.E = 8, .K = 3, .n_group = 4, .topk_group = 2, .norm_topk = true, .scale = 2.5},
+        .q_lora = 10,
+        .kv_lora = 16,
+        .nope = 8,
+        .rope = 4,
+        .v_dim = 6,
+        .eps = 1e-6,
+        .attention_bias = true,
+        .rope_interleave = true,
+        .rope_theta = 10000,
+        .mtp_layers = 1,
+    };
+}
+
 void scene_open_random(uint64_t seed, scene *s) {
     uint64_t n = 0;
     oracle_config c = {.V = pick(seed, &n, 17, 80), .D = pick(seed, &n, 9, 40)};

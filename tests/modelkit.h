@@ -19,6 +19,8 @@ typedef struct scene {
     int32_t *positions;            // (B, S); NULL: 0..S-1
 } scene;
 
+// Small, with everything that the family has, and sizes that are multiples of nothing.
+oracle_config scene_small_config(void);
 // A small random configuration, with random weights and a random batch of packed documents.
 void scene_open_random(uint64_t seed, scene *s);
 void scene_open(const oracle_config *cfg, uint64_t seed, int n_batch, int n_seq, bool packed,

@@ -19,25 +19,14 @@
 enum { LENGTH = 300 }; // more than two of the decoder's blocks of 128
 
 static oracle_config base_config(void) {
-    return (oracle_config){
-        .V = 61,
-        .D = 24,
-        .L = 3,
-        .H = 2,
-        .n_dense = 1,
-        .F_dense = 19,
-        .F_moe = 18,
-        .n_shared = 1,
-        .router = {.E = 8, .K = 3, .n_group = 4, .topk_group = 2, .norm_topk = true, .scale = 2.5},
-        .q_lora = 10,
-        .kv_lora = 16,
-        .nope = 8,
-        .rope = 4,
-        .v_dim = 6,
-        .eps = 1e-6,
-        .rope_interleave = true,
-        .rope_theta = 100,
-    };
+    oracle_config c = scene_small_config();
+    c.V = 61;
+    c.L = 3;
+    c.n_shared = 1;
+    c.attention_bias = false;
+    c.rope_theta = 100;
+    c.mtp_layers = 0;
+    return c;
 }
 
 typedef struct text {

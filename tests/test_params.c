@@ -15,30 +15,6 @@
 #include "modelkit.h"
 #include "scratch.h"
 
-static oracle_config small_config(void) {
-    return (oracle_config){
-        .V = 70,
-        .D = 24,
-        .L = 2,
-        .H = 2,
-        .n_dense = 1,
-        .F_dense = 19,
-        .F_moe = 18,
-        .n_shared = 2,
-        .router = {.E = 8, .K = 3, .n_group = 4, .topk_group = 2, .norm_topk = true, .scale = 2.5},
-        .q_lora = 10,
-        .kv_lora = 16,
-        .nope = 8,
-        .rope = 4,
-        .v_dim = 6,
-        .eps = 1e-6,
-        .attention_bias = true,
-        .rope_interleave = true,
-        .rope_theta = 10000,
-        .mtp_layers = 1,
-    };
-}
-
 static void open_plain(const oracle_config *c, dpl_dtype dtype, int n_threads, kit *k) {
     const dpl_model_config config = scene_config(c);
     assert_true(kit_open(&config, dtype, NULL, n_threads, false, NULL, k));
@@ -99,7 +75,7 @@ static void counts_agree_with_the_table(void **state) {
 
 static void tied_embedding_is_one_tensor(void **state) {
     (void)state;
-    oracle_config c = small_config();
+    oracle_config c = scene_small_config();
     kit untied, tied;
     open_plain(&c, DPL_F32, 1, &untied);
     c.tied = true;
@@ -126,7 +102,7 @@ static void tied_embedding_is_one_tensor(void **state) {
 
 static void messages_name_tensors(void **state) {
     (void)state;
-    const oracle_config c = small_config();
+    const oracle_config c = scene_small_config();
     kit k;
     char text[160];
     open_plain(&c, DPL_F32, 1, &k);
@@ -147,7 +123,7 @@ static float mark_of(size_t tensor, size_t element) {
 
 static void rows_survive_the_way_to_panels_and_back(void **state) {
     (void)state;
-    const oracle_config c = small_config();
+    const oracle_config c = scene_small_config();
     kit k;
     open_plain(&c, DPL_F32, 1, &k);
     float *flat = calloc(k.model->params.elems, sizeof *flat);
@@ -199,7 +175,7 @@ static void check_column(kit *k, const char *name, size_t column) {
 static void square_experts_are_not_transposed(void **state) {
     (void)state;
     for (int half = 0; half < 2; half++) { // F = D, and 2 F = D
-        oracle_config c = small_config();
+        oracle_config c = scene_small_config();
         c.D = 16, c.F_moe = half ? 8 : 16, c.router.E = 8;
         kit k;
         open_plain(&c, DPL_F32, 1, &k);
@@ -242,7 +218,7 @@ static int compare_common(const kit *a, const kit *b, const char *part) {
 
 static void initial_values_depend_on_seed_and_name_alone(void **state) {
     (void)state;
-    oracle_config c = small_config();
+    oracle_config c = scene_small_config();
     kit one, other;
     open_plain(&c, DPL_BF16, 1, &one);
     dpl_model_init(one.model, DPL_INIT_FAN_IN, 0, 7);
@@ -299,7 +275,7 @@ static statistics measure(const kit *k, const dpl_disk_tensor *t) {
 
 // Sizes such that each tensor has thousands of elements and no two fans are equal.
 static oracle_config wide_config(void) {
-    oracle_config c = small_config();
+    oracle_config c = scene_small_config();
     c.V = 300, c.D = 96, c.F_dense = 110, c.F_moe = 50, c.n_shared = 2, c.q_lora = 70;
     c.kv_lora = 60, c.H = 4, c.nope = 20, c.rope = 10, c.v_dim = 18, c.router.E = 32;
     c.router.n_group = 1;
@@ -404,7 +380,7 @@ static void tied_embedding_has_its_own_deviation(void **state) {
 
 static void every_failing_allocation_is_an_error(void **state) {
     (void)state;
-    const oracle_config c = small_config();
+    const oracle_config c = scene_small_config();
     const dpl_model_config config = scene_config(&c);
     dpl_ctx *ctx;
     dpl_comm *comm;

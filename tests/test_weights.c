@@ -110,33 +110,9 @@ static void random_kit(const oracle_config *c, uint64_t seed, kit *k) {
     scene_close(&s);
 }
 
-static oracle_config small_config(void) {
-    return (oracle_config){
-        .V = 70,
-        .D = 24,
-        .L = 2,
-        .H = 2,
-        .n_dense = 1,
-        .F_dense = 19,
-        .F_moe = 18,
-        .n_shared = 2,
-        .router = {.E = 8, .K = 3, .n_group = 4, .topk_group = 2, .norm_topk = true, .scale = 2.5},
-        .q_lora = 10,
-        .kv_lora = 16,
-        .nope = 8,
-        .rope = 4,
-        .v_dim = 6,
-        .eps = 1e-6,
-        .attention_bias = true,
-        .rope_interleave = true,
-        .rope_theta = 10000,
-        .mtp_layers = 1,
-    };
-}
-
 static void bf16_files_keep_the_router_in_fp32(void **state) {
     (void)state;
-    const oracle_config c = small_config();
+    const oracle_config c = scene_small_config();
     kit k, again;
     fixture f;
     random_kit(&c, 1, &k);
@@ -297,7 +273,7 @@ static void set_write(const file_set *s, const char *dir) {
 
 static void missing_and_unknown_tensors_are_both_listed(void **state) {
     (void)state;
-    const oracle_config c = small_config();
+    const oracle_config c = scene_small_config();
     kit k;
     random_kit(&c, 2, &k);
     file_set s = set_of(k.model);
@@ -341,7 +317,7 @@ static void missing_and_unknown_tensors_are_both_listed(void **state) {
 
 static void wrong_shapes_and_types_are_errors(void **state) {
     (void)state;
-    const oracle_config c = small_config();
+    const oracle_config c = scene_small_config();
     kit k;
     random_kit(&c, 3, &k);
     file_set s = set_of(k.model);
@@ -377,7 +353,7 @@ static void copies_of_an_mtp_layer_must_be_equal(void **state) {
     static const char *const copies[] = {"model.layers.2.embed_tokens.weight",
                                          "model.layers.2.shared_head.head.weight"};
     for (int tied = 0; tied < 2; tied++) {
-        oracle_config c = small_config();
+        oracle_config c = scene_small_config();
         c.tied = tied;
         kit k;
         random_kit(&c, 4, &k);
@@ -407,7 +383,7 @@ static void copies_of_an_mtp_layer_must_be_equal(void **state) {
 
 static void tied_models_take_a_head_that_is_equal(void **state) {
     (void)state;
-    oracle_config c = small_config();
+    oracle_config c = scene_small_config();
     c.tied = true, c.mtp_layers = 0;
     kit k, again;
     random_kit(&c, 5, &k);
@@ -438,7 +414,7 @@ static void tied_models_take_a_head_that_is_equal(void **state) {
 
 static void layers_beyond_are_left_unread_with_a_notice(void **state) {
     (void)state;
-    oracle_config c = small_config();
+    oracle_config c = scene_small_config();
     kit with, without;
     random_kit(&c, 6, &with);
     c.mtp_layers = 0;
@@ -473,7 +449,7 @@ static void layers_beyond_are_left_unread_with_a_notice(void **state) {
 
 static void missing_shards_are_named(void **state) {
     (void)state;
-    const oracle_config c = small_config();
+    const oracle_config c = scene_small_config();
     kit k;
     random_kit(&c, 7, &k);
     const char *dir = fresh_dir("shard");
@@ -493,7 +469,7 @@ static void missing_shards_are_named(void **state) {
 
 static void moments_survive_a_round_trip(void **state) {
     (void)state;
-    const oracle_config c = small_config();
+    const oracle_config c = scene_small_config();
     kit k;
     random_kit(&c, 8, &k);
     const size_t n = k.model->params.elems;
@@ -526,7 +502,7 @@ static void moments_survive_a_round_trip(void **state) {
 
 static void failing_allocations_and_writes_are_errors(void **state) {
     (void)state;
-    const oracle_config c = small_config();
+    const oracle_config c = scene_small_config();
     kit k, again;
     random_kit(&c, 9, &k);
     const char *dir = fresh_dir("faults");
