@@ -7,7 +7,9 @@ every=${EVERY:-8} seed=${SEED:-$$} limit=${LIMIT:-5}
 RANDOM=$seed
 echo "test_settings: SEED=$seed EVERY=$every"
 echo 1000 > /proc/self/oom_score_adj # if memory should end, nobody else is to suffer
+# Too much memory is to come back as NULL from the sanitizers' allocators too.
 export ASAN_OPTIONS=${ASAN_OPTIONS:-}:allocator_may_return_null=1
+export TSAN_OPTIONS=${TSAN_OPTIONS:-}:allocator_may_return_null=1
 # Two steps, whatever steps= says.
 sed -i '/^eval/d; /^checkpoint/d' tiny.yml
 echo 'num_epoch: 1' >> tiny.yml
