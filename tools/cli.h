@@ -1,8 +1,5 @@
-/*
- * cli.h - what the commands share: their description, arguments, errors and exit codes.
- */
-#ifndef CLI_H
-#define CLI_H
+// cli.h - what the commands share: their description, arguments, errors and exit codes.
+#pragma once
 
 #include <dropless.h>
 #include <stdbool.h>
@@ -62,5 +59,3 @@ int cli_open(cli_args *args, cli_source source);
 
 // bench/bench.h, linked into the program. argv[0] is the kind of benchmark. Returns an exit code.
 int dpl_bench_main(int argc, char **argv);
-
-#endif

@@ -1,9 +1,7 @@
-/*
- * cmd_train.c - dropless train: runs a configuration, shows how it goes, stops when it is told to.
- *
- * The first SIGINT or SIGTERM lets the step finish and a checkpoint be written; the second ends the
- * process at once, which leaves the checkpoints that are there whole.
- */
+// cmd_train.c - dropless train: runs a configuration, shows how it goes, stops when it is told to.
+//
+// The first SIGINT or SIGTERM lets the step finish and a checkpoint be written; the second ends the
+// process at once, which leaves the checkpoints that are there whole.
 #include <signal.h>
 #include <string.h>
 #include <unistd.h>

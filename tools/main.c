@@ -1,9 +1,7 @@
-/*
- * main.c - the program: picks a command from the table, reads its arguments, answers --help.
- *
- * An argument like key=value is a setting wherever it stands; a file of that name is written ./a=b.
- * The locale is never set, so numbers have a point everywhere.
- */
+// main.c - the program: picks a command from the table, reads its arguments, answers --help.
+//
+// An argument like key=value is a setting wherever it stands; a file of that name is written ./a=b.
+// The locale is never set, so numbers have a point everywhere.
 #include "cli.h"
 
 #include <ctype.h>
@@ -52,7 +50,6 @@ static int help(const cli_command *c) {
 }
 
 /* ---- arguments ---- */
-
 static bool is_setting(const char *text) {
     const char *p = text;
     while (isalnum((unsigned char)*p) || *p == '_' || *p == '-') p++;
@@ -148,7 +145,6 @@ int cli_open(cli_args *args, cli_source source) {
 }
 
 /* ---- the program ---- */
-
 // It parses its arguments itself: the benchmarks see the inside of the library, as no command does.
 static const cli_command cli_bench = {
     .name = "bench",

@@ -1,8 +1,5 @@
-/*
- * api.h - what the files of the public interface share: checks of arguments, paths, sizes.
- */
-#ifndef DPL_API_API_H
-#define DPL_API_API_H
+// api.h - what the files of the public interface share: checks of arguments, paths, sizes.
+#pragma once
 
 #include <stdio.h>
 
@@ -37,5 +34,3 @@ void dpl_api_describe(const dpl_model_config *c, dpl_dtype dtype, dpl_model_info
 const char *dpl_api_dtype_name(dpl_dtype dtype);
 // What must hold before memory of that size is touched; the model checks the rest.
 dpl_status dpl_api_check_batch(const dpl_model_config *config, size_t n_batch, size_t n_seq);
-
-#endif

@@ -1,8 +1,6 @@
-/*
- * eval.c - the mean loss of a model over a text.
- *
- * The windows are those of training without packing, in the order of the text.
- */
+// eval.c - the mean loss of a model over a text.
+//
+// The windows are those of training without packing, in the order of the text.
 #include "api/api.h"
 
 static dpl_status eval_data(dpl_model *model, const dpl_data *data, const dpl_options *o,

@@ -1,8 +1,6 @@
-/*
- * generate.c - text, one token at a time, over the decoder with its cache of the compressed latent.
- *
- * A drawn token is fed when the next one is asked for, so the last token of a text costs no pass.
- */
+// generate.c - text, one token at a time, over the decoder with its cache of the compressed latent.
+//
+// A drawn token is fed when the next one is asked for, so the last token of a text costs no pass.
 #include "api/api.h"
 
 struct dpl_generator {

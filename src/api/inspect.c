@@ -1,9 +1,7 @@
-/*
- * inspect.c - what a model, a checkpoint or a configuration is: sizes, types, FLOPs, bytes.
- *
- * Everything is put into one JSON object; the lines for people are made from the same object, so
- * that the two cannot differ. Weights are never read, except for a checkpoint's checksums.
- */
+// inspect.c - what a model, a checkpoint or a configuration is: sizes, types, FLOPs, bytes.
+//
+// Everything is put into one JSON object; the lines for people are made from the same object, so
+// that the two cannot differ. Weights are never read, except for a checkpoint's checksums.
 #include <stdarg.h>
 #include <stdlib.h>
 
@@ -28,7 +26,6 @@ static bool ends_with(const char *text, const char *tail) {
 }
 
 /* ---- finding the subject ---- */
-
 static dpl_status open_json(const char *path, subject *s) {
     json_t *object;
     DPL_TRY(dpl_json_read(path, &object));
@@ -62,7 +59,6 @@ static dpl_status open_subject(const char *path, const char *const *settings, si
 }
 
 /* ---- the object ---- */
-
 // An object of whole numbers: key, uint64_t, key, uint64_t, ..., NULL.
 static json_t *numbers(const char *key, ...) {
     json_t *object = json_object();
@@ -150,7 +146,6 @@ static dpl_status describe(const char *path, const subject *s, unsigned flags,
 }
 
 /* ---- as text ---- */
-
 // 12,345,678 and, for bytes and FLOPs, the same in larger units.
 static void print_number(FILE *out, const char *key, double value) {
     const bool bytes = strstr(key, "bytes") != NULL;

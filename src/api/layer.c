@@ -1,10 +1,8 @@
-/*
- * layer.c - section 3 of dropless.h, the layer: weights in panels behind row-major arrays, and what
- * forward keeps for backward in memory of the caller.
- *
- * The workspace begins with a record of the pass, so the layer itself remembers nothing between
- * calls: any number of passes, of any number of layers, may be under way.
- */
+// layer.c - section 3 of dropless.h, the layer: weights in panels behind row-major arrays, and what
+// forward keeps for backward in memory of the caller.
+//
+// The workspace begins with a record of the pass, so the layer itself remembers nothing between
+// calls: any number of passes, of any number of layers, may be under way.
 #include "api/api.h"
 
 #define MAX_WIDTH   ((size_t)1 << 20)
@@ -95,7 +93,6 @@ void dpl_layer_close(dpl_layer **layer) {
 }
 
 /* ---- weights in, gradients out -------------------------------------------------------------- */
-
 // Hidden width where weight i has gate and up, in the interleaved order of SwiGLU's panels; else 0.
 static size_t gate_width(const dpl_layer *layer, int i) {
     return i == GATE_UP ? layer->shape.f : i == SHARED_GATE_UP ? layer->shape.shared_f : 0;
@@ -174,7 +171,6 @@ void dpl_layer_zero_gradients(dpl_layer *layer) {
 }
 
 /* ---- passes --------------------------------------------------------------------------------- */
-
 size_t dpl_layer_workspace_bytes(const dpl_layer *layer, size_t n_tokens) {
     if (!layer || dpl_ep_check_slots(n_tokens, layer->shape.rule.top_k) != DPL_OK) return 0;
     return PASS_BYTES + dpl_moe_saved_bytes(&layer->shape, n_tokens);

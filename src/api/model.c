@@ -1,6 +1,4 @@
-/*
- * model.c - the public functions of a model: open, forward, loss, write, sizes.
- */
+// model.c - the public functions of a model: open, forward, loss, write, sizes.
 #include <stddef.h>
 
 #include "api/api.h"
@@ -16,7 +14,6 @@ const char *dpl_api_dtype_name(dpl_dtype dtype) {
 }
 
 /* ---- open and close ---- */
-
 dpl_status dpl_model_open(dpl_ctx *ctx, const char *path, const dpl_config *config,
                           dpl_model **model_out) {
     char dir[PATH_MAX];
@@ -54,7 +51,6 @@ void dpl_model_close(dpl_model **model) {
 }
 
 /* ---- sizes ---- */
-
 void dpl_api_describe(const dpl_model_config *c, dpl_dtype dtype, dpl_model_info *info) {
     // An MTP layer is an MoE layer, two norms before its projection (D, 2D), and the norm after it.
     dpl_model_config more = *c;
@@ -81,7 +77,6 @@ dpl_status dpl_model_get_info(const dpl_model *model, dpl_model_info *info) {
 }
 
 /* ---- forward and loss ---- */
-
 dpl_status dpl_api_check_batch(const dpl_model_config *config, size_t n_batch, size_t n_seq) {
     const size_t most = config->max_positions;
     DPL_CHECK(n_seq >= 1 && n_seq <= most,
@@ -114,7 +109,6 @@ dpl_status dpl_model_loss(dpl_model *model, const int32_t *ids, const int32_t *t
 }
 
 /* ---- write ---- */
-
 dpl_status dpl_model_write(dpl_model *model, const char *path, const char *dtype_name,
                            size_t shard_bytes) {
     char staged[PATH_MAX];

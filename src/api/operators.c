@@ -1,10 +1,8 @@
-/*
- * operators.c - section 3 of dropless.h, the operators: grouped GEMM, routing and permutation on
- * memory that the caller brings.
- *
- * Everything is validated here, since what lies below cannot fail. Row-major weights are packed
- * group by group into one group's workspace just before use, and only those of groups with rows.
- */
+// operators.c - section 3 of dropless.h, the operators: grouped GEMM, routing and permutation on
+// memory that the caller brings.
+//
+// Everything is validated here, since what lies below cannot fail. Row-major weights are packed
+// group by group into one group's workspace just before use, and only those of groups with rows.
 #include <math.h>
 
 #include "api/api.h"
@@ -70,7 +68,6 @@ dpl_status dpl_check_finite(const char *name, const float *x, size_t n) {
 }
 
 /* ---- grouped GEMM --------------------------------------------------------------------------- */
-
 // Bytes of n_groups packed weights; 0 when a size is zero or they are too large to address.
 static size_t packed_bytes(const dpl_gemm_grouped *g, size_t n_groups, size_t element) {
     size_t bytes;
@@ -182,7 +179,6 @@ dpl_status dpl_gemm_grouped_wgrad(dpl_ctx *ctx, const dpl_gemm_grouped *g, const
 }
 
 /* ---- routing and permutation ---------------------------------------------------------------- */
-
 static dpl_status check_routing(const dpl_ctx *ctx, const dpl_route_rule *rule, size_t n_tokens) {
     DPL_NEED(ctx && rule);
     DPL_TRY(dpl_check_rule(rule));

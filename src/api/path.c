@@ -1,8 +1,6 @@
-/*
- * path.c - what a PATH stands for: a model directory, a checkpoint, or the newest one of a run.
- *
- * Also the options that belong to such a model, so that a run is evaluated as it was trained.
- */
+// path.c - what a PATH stands for: a model directory, a checkpoint, or the newest one of a run.
+//
+// Also the options that belong to such a model, so that a run is evaluated as it was trained.
 #include <stdlib.h>
 
 #include "api/api.h"

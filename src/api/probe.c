@@ -1,10 +1,8 @@
-/*
- * probe.c - what happens inside a model on one batch, as a safetensors file: how results are
- * compared with those of other programs.
- *
- * The forward pass reports its tensors by name (dpl_model.probe); gradients and the parameters
- * after a few steps are added here. All is collected first, since the file's header lists it.
- */
+// probe.c - what happens inside a model on one batch, as a safetensors file: how results are
+// compared with those of other programs.
+//
+// The forward pass reports its tensors by name (dpl_model.probe); gradients and the parameters
+// after a few steps are added here. All is collected first, since the file's header lists it.
 #include "api/api.h"
 
 typedef struct probe {
@@ -31,7 +29,6 @@ static const char *const defaults[] = {
 // clang-format on
 
 /* ---- the collection ---- */
-
 static void collect(probe *p, const char *name, dpl_st_dtype dtype, int rank, const int64_t *shape,
                     const void *data) {
     if (p->status != DPL_OK) return;
@@ -75,7 +72,6 @@ static dpl_status collect_flat(probe *p, const char *prefix, const float *flat) 
 }
 
 /* ---- the batch ---- */
-
 static dpl_status read_batch(probe *p, const dpl_st_file *file) {
     const int64_t vocab = (int64_t)p->model->config.vocab;
     const dpl_st_tensor *ids = dpl_st_find(file, "input_ids"),
@@ -122,7 +118,6 @@ static void collect_mask(probe *p) {
 }
 
 /* ---- passes ---- */
-
 static double mean(double sum, double n) {
     return n > 0 ? sum / n : 0.0;
 }

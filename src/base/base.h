@@ -1,14 +1,11 @@
-/*
- * base.h - what every other folder stands on; includes nothing of the project but dropless.h.
- *
- * Letters, used in names and shape comments everywhere: B batch, S sequence, T tokens on this
- * rank, D model width, F expert hidden width, E experts, EL experts on this rank, K experts per
- * token, N rows received, R ranks, V vocabulary, L layers, H heads.
- * Gradients have the prefix d: parameter gradients accumulate (+=), activation gradients are
- * written (=), the residual stream's gradient accumulates.
- */
-#ifndef DPL_BASE_H
-#define DPL_BASE_H
+// base.h - what every other folder stands on; includes nothing of the project but dropless.h.
+//
+// Letters, used in names and shape comments everywhere: B batch, S sequence, T tokens on this
+// rank, D model width, F expert hidden width, E experts, EL experts on this rank, K experts per
+// token, N rows received, R ranks, V vocabulary, L layers, H heads.
+// Gradients have the prefix d: parameter gradients accumulate (+=), activation gradients are
+// written (=), the residual stream's gradient accumulates.
+#pragma once
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -29,7 +26,6 @@ static inline size_t dpl_div_up(size_t x, size_t unit) {
 }
 
 /* ---- errors: the function that first decides on one words it, its callers only pass it on --- */
-
 // Words this thread's error (dpl_error_message) and returns `status`.
 dpl_status dpl_fail(dpl_status status, const char *format, ...)
     __attribute__((format(printf, 2, 3), cold));
@@ -44,7 +40,6 @@ dpl_status dpl_fail_in(dpl_status status, const char *format, ...)
     } while (0)
 
 /* ---- log: one line to the sink (stderr by default), for notices and warnings ---------------- */
-
 typedef void (*dpl_log_fn)(void *arg, const char *line);
 // fn NULL: stderr again. Not thread-safe: set at start.
 void dpl_log_sink(dpl_log_fn fn, void *arg);
@@ -53,7 +48,6 @@ void dpl_log(const char *format, ...) __attribute__((format(printf, 1, 2)));
 double dpl_now(void); // monotonic seconds
 
 /* ---- memory --------------------------------------------------------------------------------- */
-
 // Zeroed, DPL_ALIGN-aligned; from 2 MiB on aligned to 2 MiB and advised to huge pages. 0 bytes give
 // a valid pointer. NULL when memory is exhausted (or the fault injection below says so).
 void *dpl_alloc(size_t bytes);
@@ -80,7 +74,6 @@ size_t dpl_arena_peak_bytes(const dpl_arena *arena);
 void dpl_arena_hold(dpl_arena *arena, bool hold);
 
 /* ---- threads -------------------------------------------------------------------------------- */
-
 // Runs tasks 0..n_tasks-1, each exactly once, on the calling thread and the pool's own; returns
 // when all are done. Which thread runs a task is not fixed, so its result must not depend on it.
 // i_thread is 0..n_threads-1, for scratch memory of this run. Tasks must not call dpl_pool_run.
@@ -97,7 +90,6 @@ int dpl_cpus_allowed(void);
 int dpl_cpus_quota(const char *proc_cgroup, const char *root, int cpus);
 
 /* ---- CPU levels ----------------------------------------------------------------------------- */
-
 #define DPL_CPU_MAP(X) X(REF, "ref") X(AVX2, "avx2") X(AVX512, "avx512")
 typedef enum dpl_cpu_level {
 #define DPL_CPU_ENUM(id, name) DPL_CPU_##id,
@@ -111,7 +103,6 @@ const char *dpl_cpu_level_name(dpl_cpu_level level);
 dpl_status dpl_cpu_level_detect(dpl_cpu_level *level_out);
 
 /* ---- random numbers: counter-based, so that any element can be drawn by any thread ---------- */
-
 // A well-mixed 64-bit value of (seed, stream, counter); Philox4x32-10.
 uint64_t dpl_rng_u64(uint64_t seed, uint64_t stream, uint64_t counter);
 double dpl_rng_uniform(uint64_t seed, uint64_t stream, uint64_t counter); // in (0, 1)
@@ -119,7 +110,6 @@ double dpl_rng_normal(uint64_t seed, uint64_t stream, uint64_t counter);  // N(0
 uint64_t dpl_hash64(const void *data, size_t bytes, uint64_t seed);       // not cryptographic
 
 /* ---- number formats ------------------------------------------------------------------------- */
-
 // dpl_dtype is public (dropless.h).
 static inline size_t dpl_dtype_bytes(dpl_dtype dtype) {
     return dtype == DPL_F32 ? 4 : 2;
@@ -140,5 +130,3 @@ static inline uint16_t dpl_f32_to_bf16(float f) {
     bits += 0x7fffu + ((bits >> 16) & 1u);
     return (uint16_t)(bits >> 16);
 }
-
-#endif

@@ -1,11 +1,9 @@
-/*
- * cpus.c - what this process may really use: how many processors (the affinity mask, cut to the
- * quota of its control groups, both versions), and which instruction-set level (granted only when
- * the processor and the system have all of its features). Asked when a pool or a context opens.
- *
- * A quota is rounded down: threads that wait for each other lose more by being throttled together
- * than they gain by a fraction of a processor.
- */
+// cpus.c - what this process may really use: how many processors (the affinity mask, cut to the
+// quota of its control groups, both versions), and which instruction-set level (granted only when
+// the processor and the system have all of its features). Asked when a pool or a context opens.
+//
+// A quota is rounded down: threads that wait for each other lose more by being throttled together
+// than they gain by a fraction of a processor.
 #include <limits.h>
 #include <sched.h>
 #include <stdio.h>
@@ -14,7 +12,6 @@
 #include "base/base.h"
 
 /* ---- how many ------------------------------------------------------------------------------- */
-
 // The numbers at the start of a file's first line: how many of two.
 static int read_numbers(const char *folder, const char *name, long long out[2]) {
     char path[PATH_MAX];
@@ -70,7 +67,6 @@ int dpl_cpus_allowed(void) {
 }
 
 /* ---- which level ---------------------------------------------------------------------------- */
-
 static const char *const level_names[DPL_CPU_N] = {
 #define LEVEL_NAME(id, name) name,
     DPL_CPU_MAP(LEVEL_NAME)

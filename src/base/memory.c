@@ -1,10 +1,8 @@
-/*
- * memory.c - blocks that live long (dpl_alloc) and the arena whose blocks live for one step.
- *
- * The arena reserves address space once and lets the system back it page by page, so planning may
- * be generous. Under AddressSanitizer every block is followed by a poisoned red zone of its own
- * size: an offset is then simply scaled, and marks, peaks and plans are the same in all builds.
- */
+// memory.c - blocks that live long (dpl_alloc) and the arena whose blocks live for one step.
+//
+// The arena reserves address space once and lets the system back it page by page, so planning may
+// be generous. Under AddressSanitizer every block is followed by a poisoned red zone of its own
+// size: an offset is then simply scaled, and marks, peaks and plans are the same in all builds.
 #include <sanitizer/asan_interface.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -28,7 +26,6 @@
 #define HUGE_BYTES ((size_t)2 << 20)
 
 /* ---- long-lived blocks ---------------------------------------------------------------------- */
-
 static atomic_size_t fault_countdown;
 
 void dpl_fault_alloc(size_t nth) {
@@ -69,7 +66,6 @@ char *dpl_strdup(const char *text) {
 }
 
 /* ---- step arena ----------------------------------------------------------------------------- */
-
 // All sizes are in planned bytes; the address of offset x is base + x * STRETCH.
 struct dpl_arena {
     char *base; // on a huge page's boundary, inside the mapping

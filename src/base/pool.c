@@ -1,10 +1,8 @@
-/*
- * pool.c - the threads that run the tasks of every operator.
- *
- * A run opens a gate, and threads that are awake walk in and take task numbers from a counter. The
- * caller takes tasks too and shuts the gate when none is left: a thread that wakes too late finds
- * it shut. No run allocates or, while the threads spin, calls the system.
- */
+// pool.c - the threads that run the tasks of every operator.
+//
+// A run opens a gate, and threads that are awake walk in and take task numbers from a counter. The
+// caller takes tasks too and shuts the gate when none is left: a thread that wakes too late finds
+// it shut. No run allocates or, while the threads spin, calls the system.
 #include <limits.h>
 #include <linux/futex.h>
 #include <pthread.h>

@@ -1,10 +1,8 @@
-/*
- * rng.c - counter-based random numbers (Philox4x32-10, Salmon et al. 2011) and the 64-bit hash.
- *
- * A draw is a pure function of (seed, stream, counter): no state to keep, save or share, and the
- * same element gets the same value whichever thread draws it. The seed is the key; counter and
- * stream are the two halves of the 128-bit counter.
- */
+// rng.c - counter-based random numbers (Philox4x32-10, Salmon et al. 2011) and the 64-bit hash.
+//
+// A draw is a pure function of (seed, stream, counter): no state to keep, save or share, and the
+// same element gets the same value whichever thread draws it. The seed is the key; counter and
+// stream are the two halves of the 128-bit counter.
 #include <math.h>
 
 #include "base/base.h"
@@ -50,7 +48,6 @@ double dpl_rng_normal(uint64_t seed, uint64_t stream, uint64_t counter) {
 }
 
 /* ---- hash ----------------------------------------------------------------------------------- */
-
 // Odd multipliers, so that each step below can be undone: a change in a single word always changes
 // the hash. Four lanes hide the latency of the multiplications.
 static const uint64_t M0 = 0x9e3779b97f4a7c15u, M1 = 0xbf58476d1ce4e5b9u, M2 = 0x94d049bb133111ebu;

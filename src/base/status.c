@@ -1,9 +1,7 @@
-/*
- * status.c - error texts, the log line and the clock.
- *
- * The error text belongs to the thread that failed, so two contexts on two threads never read each
- * other's. A text is formatted aside and copied, because an argument may be the old text itself.
- */
+// status.c - error texts, the log line and the clock.
+//
+// The error text belongs to the thread that failed, so two contexts on two threads never read each
+// other's. A text is formatted aside and copied, because an argument may be the old text itself.
 #include <stdarg.h>
 #include <stdio.h>
 #include <time.h>

@@ -1,13 +1,10 @@
-/*
- * comm.h - the communicator: ranks that exchange bytes. A transport is one file, one const table.
- *
- * Calls are started and waited for: a start returns a ticket, wait completes it, and every wait
- * makes progress on everything that was started. All ranks start the same calls in the same order.
- * Errors agree: a rank that fails passes its status through dpl_comm_agree() before the next
- * exchange, or aborts.
- */
-#ifndef DPL_COMM_H
-#define DPL_COMM_H
+// comm.h - the communicator: ranks that exchange bytes. A transport is one file, one const table.
+//
+// Calls are started and waited for: a start returns a ticket, wait completes it, and every wait
+// makes progress on everything that was started. All ranks start the same calls in the same order.
+// Errors agree: a rank that fails passes its status through dpl_comm_agree() before the next
+// exchange, or aborts.
+#pragma once
 
 #include "base/base.h"
 
@@ -48,5 +45,3 @@ dpl_status dpl_comm_open(const char *transport, const char *spec, dpl_comm **com
 void dpl_comm_close(dpl_comm **comm);
 // The status of the lowest rank that failed, with its text: the same on every rank. Collective.
 dpl_status dpl_comm_agree(dpl_comm *comm, dpl_status mine);
-
-#endif

@@ -1,11 +1,9 @@
-/*
- * attention.c - causal attention within document segments, forward and backward, as MLA needs it.
- *
- * The S x S scores exist only as blocks of a few query tiles by KEY_BLOCK keys: forward keeps a
- * running maximum and sum of each query (online softmax), backward recomputes the probabilities
- * from the kept logsumexp. All products are tile products of the GEMM kernels on packed operands of
- * one head. Blocks start at fixed keys and every row has its own chain: so do its bits.
- */
+// attention.c - causal attention within document segments, forward and backward, as MLA needs it.
+//
+// The S x S scores exist only as blocks of a few query tiles by KEY_BLOCK keys: forward keeps a
+// running maximum and sum of each query (online softmax), backward recomputes the probabilities
+// from the kept logsumexp. All products are tile products of the GEMM kernels on packed operands of
+// one head. Blocks start at fixed keys and every row has its own chain: so do its bits.
 #include <assert.h>
 #include <math.h>
 
@@ -132,7 +130,6 @@ static size_t tile_row(const attn_head *h, size_t tile) {
 }
 
 /* ---- packing --------------------------------------------------------------------------------- */
-
 static dpl_gemm_load load_of(dpl_mat m) {
     return m.dtype == DPL_F32 ? DPL_LOAD_F32 : DPL_LOAD_BF16;
 }
@@ -189,7 +186,6 @@ static void pack_tiles(const attn_head *h, dpl_mat m, size_t n_columns, size_t f
 }
 
 /* ---- masks ----------------------------------------------------------------------------------- */
-
 static void find_range(const int32_t *segment, size_t n, int32_t *low, int32_t *high) {
     *low = *high = segment[0];
     for (size_t i = 1; i < n; i++) {
@@ -229,7 +225,6 @@ static size_t mask_row(const attn_head *h, size_t row, size_t k0, size_t n, bool
 }
 
 /* ---- products -------------------------------------------------------------------------------- */
-
 // One tile product. Operands are in L2 already: what it would fetch ahead is its own first line.
 static void multiply(const attn_head *h, size_t m, size_t n, size_t kc, const float *left,
                      const float *right, float *c, size_t ldc, bool add) {
@@ -253,7 +248,6 @@ static void multiply_panels(const attn_head *h, size_t m, size_t kc, const float
 }
 
 /* ---- scores of one tile ---------------------------------------------------------------------- */
-
 // Scores to probabilities relative to the running maximum, which may rise and rescale what was
 // summed so far.
 static void soften_row(const attn_head *h, size_t i, size_t n, size_t n_keys, float *score) {
@@ -341,7 +335,6 @@ static void attend(const attn_head *h, size_t first, size_t last) {
 }
 
 /* ---- forward --------------------------------------------------------------------------------- */
-
 static void forward_block(const attn_head *h, size_t first, size_t last) {
     const attn_work *w = &h->w;
     const size_t q0 = tile_row(h, first), n = tile_row(h, last) - q0;
@@ -360,7 +353,6 @@ static void forward_block(const attn_head *h, size_t first, size_t last) {
 }
 
 /* ---- backward -------------------------------------------------------------------------------- */
-
 // delta = the dot product of output and its gradient: what the softmax subtracts from dp.
 static float find_delta(const attn_head *h, size_t row) {
     float out_row[DPL_ROW_BLOCK], dout_row[DPL_ROW_BLOCK], sum = 0;
@@ -415,7 +407,6 @@ static void sum_rope(const void *args, const dpl_part *part) {
 }
 
 /* ---- tasks ----------------------------------------------------------------------------------- */
-
 // Some query tiles of one head: in backward all, as they add to the same keys.
 static void run_task(const void *args, const dpl_part *part) {
     const attn_args *x = args;

@@ -1,13 +1,10 @@
-/*
- * ctx.h - the context that every operator takes: threads, kernel table, step memory, phase clock.
- *
- * Operators are submitted, not called: nothing may assume that an operator has finished before
- * dpl_ctx_wait() or dpl_ctx_read() says so. On the plain context an operator runs at once. A
- * deferred context (for tests) queues operators and poisons their outputs until somebody waits,
- * which shows every place that reads a result too early; a device would behave in the same way.
- */
-#ifndef DPL_CTX_H
-#define DPL_CTX_H
+// ctx.h - the context that every operator takes: threads, kernel table, step memory, phase clock.
+//
+// Operators are submitted, not called: nothing may assume that an operator has finished before
+// dpl_ctx_wait() or dpl_ctx_read() says so. On the plain context an operator runs at once. A
+// deferred context (for tests) queues operators and poisons their outputs until somebody waits,
+// which shows every place that reads a result too early; a device would behave in the same way.
+#pragma once
 
 #include "base/base.h"
 
@@ -49,7 +46,6 @@ static inline dpl_phase dpl_ctx_phase(dpl_ctx *ctx, dpl_phase phase) {
 }
 
 /* ---- for operators ---- */
-
 typedef struct dpl_span {
     void *p;
     size_t bytes;
@@ -87,7 +83,6 @@ void dpl_run_loop(dpl_ctx *ctx, const void *args);
                    DPL_COUNT(((const dpl_span[]){__VA_ARGS__})))
 
 /* ---- for callers of operators ---- */
-
 void dpl_ctx_wait(dpl_ctx *ctx); // until everything submitted has finished
 // The explicit read-back: waits, then copies from an operator's output to host memory.
 void dpl_ctx_read(dpl_ctx *ctx, void *host, const void *device, size_t bytes);
@@ -102,5 +97,3 @@ static inline size_t dpl_ctx_mark(const dpl_ctx *ctx) {
 static inline void dpl_ctx_release(dpl_ctx *ctx, size_t mark) {
     dpl_arena_release(ctx->arena, mark);
 }
-
-#endif

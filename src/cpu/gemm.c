@@ -1,11 +1,9 @@
-/*
- * gemm.c - the grouped GEMM y = x W^T over ragged groups of rows, with both of its gradients.
- *
- * All three are one blocked loop: an M x 32*P block of the result, contracted in blocks of at most
- * DPL_GEMM_KC, the left operand packed once per block and kept in L2, one right panel at a time in
- * L1. A flat list of such blocks over all groups is split by cost, so that one hot expert keeps all
- * threads busy and many small ones cost little more than reading their weights.
- */
+// gemm.c - the grouped GEMM y = x W^T over ragged groups of rows, with both of its gradients.
+//
+// All three are one blocked loop: an M x 32*P block of the result, contracted in blocks of at most
+// DPL_GEMM_KC, the left operand packed once per block and kept in L2, one right panel at a time in
+// L1. A flat list of such blocks over all groups is split by cost, so that one hot expert keeps all
+// threads busy and many small ones cost little more than reading their weights.
 #include "cpu/row_io.h"
 
 #define LINE       64  // bytes that one fetch brings
@@ -48,7 +46,6 @@ typedef struct gemm_block {
 } gemm_block;
 
 /* ---- cutting into tasks ---------------------------------------------------------------------- */
-
 // All of a group as one block.
 static gemm_block whole_group(const gemm_args *a, size_t g) {
     const int64_t *offsets = a->groups.offsets;
@@ -97,7 +94,6 @@ static size_t find_group(const gemm_args *a, size_t task) {
 }
 
 /* ---- one block ------------------------------------------------------------------------------- */
-
 static dpl_gemm_load load_of(dpl_dtype stored, dpl_dtype operand) {
     if (stored == DPL_BF16) return DPL_LOAD_BF16;
     return operand == DPL_BF16 ? DPL_LOAD_ROUNDED : DPL_LOAD_F32;
@@ -257,7 +253,6 @@ static void run_task(const void *args, const dpl_part *part) {
 }
 
 /* ---- operators ------------------------------------------------------------------------------- */
-
 static void run_gemm(dpl_ctx *ctx, const void *args) {
     const gemm_args *a = args;
     double cost = 0;
@@ -308,7 +303,6 @@ void dpl_gemm_wgrad(dpl_ctx *ctx, dpl_mat dy, dpl_mat x, dpl_groups groups, size
 }
 
 /* ---- panels ---------------------------------------------------------------------------------- */
-
 typedef struct panel_args {
     dpl_loop loop;
     const dpl_gemm_kernels *kernels;
@@ -359,7 +353,6 @@ void dpl_panel_unpack(dpl_ctx *ctx, const float *src, size_t n_groups, size_t n,
 }
 
 /* ---- bias ------------------------------------------------------------------------------------ */
-
 #define BIAS_ROWS 64 // rows that one fp32 partial sum takes
 #define BIAS_COLS 64
 

@@ -1,11 +1,8 @@
-/*
- * kernels.h - the kernel table: one set of single-threaded functions per CPU level.
- *
- * The plain-C table is complete and is the definition of right; each level then overwrites what it
- * has. Block sizes travel with the kernels, so no caller asks which CPU it runs on.
- */
-#ifndef DPL_KERNELS_H
-#define DPL_KERNELS_H
+// kernels.h - the kernel table: one set of single-threaded functions per CPU level.
+//
+// The plain-C table is complete and is the definition of right; each level then overwrites what it
+// has. Block sizes travel with the kernels, so no caller asks which CPU it runs on.
+#pragma once
 
 #include "base/base.h"
 #include "cpu/kernels_gemm.h"
@@ -23,5 +20,3 @@ const struct dpl_kernels *dpl_cpu_kernels(dpl_cpu_level level);
 void dpl_gemm_kernels_ref(dpl_gemm_kernels *k);
 void dpl_gemm_kernels_avx2(dpl_gemm_kernels *k);
 void dpl_gemm_kernels_avx512(dpl_gemm_kernels *k);
-
-#endif

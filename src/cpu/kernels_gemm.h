@@ -1,12 +1,9 @@
-/*
- * kernels_gemm.h - single-threaded pieces of the grouped GEMM, with the block sizes that fit them.
- *
- * One tile product serves forward, dgrad and wgrad; what differs is only how its two operands are
- * packed. Every element of a tile is one chain over the contraction that starts at zero, whatever
- * m and n are: so the bits of a row do not depend on the rows that share its tile.
- */
-#ifndef DPL_KERNELS_GEMM_H
-#define DPL_KERNELS_GEMM_H
+// kernels_gemm.h - single-threaded pieces of the grouped GEMM, with the block sizes that fit them.
+//
+// One tile product serves forward, dgrad and wgrad; what differs is only how its two operands are
+// packed. Every element of a tile is one chain over the contraction that starts at zero, whatever
+// m and n are: so the bits of a row do not depend on the rows that share its tile.
+#pragma once
 
 #include "base/base.h"
 
@@ -43,5 +40,3 @@ typedef struct dpl_gemm_kernels {
     // from and to sink[0..31]; returns the operations done.
     double (*peak_fma)(size_t n_rounds, float *sink);
 } dpl_gemm_kernels;
-
-#endif

@@ -1,9 +1,7 @@
-/*
- * kernels_gemm_avx2.c - the grouped GEMM's tile product and packing with 256-bit vectors.
- *
- * A tile is 6 x 32, done as two halves of 6 x 16: 12 accumulators, two vectors of the panel and a
- * broadcast fill 15 of the 16 registers.
- */
+// kernels_gemm_avx2.c - the grouped GEMM's tile product and packing with 256-bit vectors.
+//
+// A tile is 6 x 32, done as two halves of 6 x 16: 12 accumulators, two vectors of the panel and a
+// broadcast fill 15 of the 16 registers.
 #include <immintrin.h>
 
 #include "cpu/kernels.h"

@@ -1,9 +1,7 @@
-/*
- * kernels_gemm_avx512.c - the grouped GEMM's tile product and packing with 512-bit vectors.
- *
- * A tile is 14 x 32: 28 accumulators, two vectors of the right panel and a broadcast of the left
- * fill the 32 registers.
- */
+// kernels_gemm_avx512.c - the grouped GEMM's tile product and packing with 512-bit vectors.
+//
+// A tile is 14 x 32: 28 accumulators, two vectors of the right panel and a broadcast of the left
+// fill the 32 registers.
 #include <immintrin.h>
 
 #include "cpu/kernels.h"

@@ -1,9 +1,7 @@
-/*
- * kernels_gemm_ref.c - the tile product and the packing of the grouped GEMM in plain C.
- *
- * This is the definition of right for the other levels and complete. Products and sums are separate
- * operations here (no fused multiply-add), so it agrees with the other levels within rounding only.
- */
+// kernels_gemm_ref.c - the tile product and the packing of the grouped GEMM in plain C.
+//
+// This is the definition of right for the other levels and complete. Products and sums are separate
+// operations here (no fused multiply-add), so it agrees with the other levels within rounding only.
 #include "cpu/kernels.h"
 
 #define MR 4

@@ -1,11 +1,9 @@
-/*
- * kernels_gemm_tmpl.h - the grouped GEMM's tile product and packing, for any width of vector.
- *
- * Included by kernels_gemm_LEVEL.c, which says what a register is: V floats as `vec`, OP(name) for
- * its intrinsics, the tile's MR rows as EACH(X), loads and stores of the first n lanes, and how two
- * registers' 128-bit lanes of even or odd number are joined. Every file has its own compiler flags;
- * they make a multiply-add of each a * b + c.
- */
+// kernels_gemm_tmpl.h - the grouped GEMM's tile product and packing, for any width of vector.
+//
+// Included by kernels_gemm_LEVEL.c, which says what a register is: V floats as `vec`, OP(name) for
+// its intrinsics, the tile's MR rows as EACH(X), loads and stores of the first n lanes, and how two
+// registers' 128-bit lanes of even or odd number are joined. Every file has its own compiler flags;
+// they make a multiply-add of each a * b + c.
 #ifdef __clang__
 #define UNROLL _Pragma("unroll")
 #else
@@ -15,7 +13,6 @@
 typedef uint32_t vec_u32 __attribute__((vector_size(sizeof(vec))));
 
 /* ---- tile product ---------------------------------------------------------------------------- */
-
 // Accumulators have names, not an index: clang keeps an array of them in memory.
 #define ZERO(i) vec acc0_##i = {0}, acc1_##i = {0};
 #define PREFETCH(i)                                                 \
@@ -72,7 +69,6 @@ static void tile(size_t m, size_t n, size_t kc, const float *a, const float *b, 
 }
 
 /* ---- packing --------------------------------------------------------------------------------- */
-
 // fp32 rounded to bf16 and back; nearest even, NaN made quiet, as dpl_f32_to_bf16 does.
 INLINE vec round_to_bf16(vec x) {
     const vec_u32 bits = (vec_u32)x, nan = (vec_u32)(x != x);
@@ -148,7 +144,6 @@ PACK(pack_rows)
 PACK(pack_cols)
 
 /* ---- peak ------------------------------------------------------------------------------------ */
-
 #define CHAINS 12 // more than latency times throughput of a multiply-add
 
 static double peak_fma(size_t n_rounds, float *sink) {

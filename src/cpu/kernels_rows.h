@@ -1,14 +1,11 @@
-/*
- * kernels_rows.h - the row part of the kernel table: fp32 loops that operators run over a row or
- * a chunk. One template (kernels_rows_tmpl.h) is compiled once for each CPU level; nothing but the
- * instruction set differs.
- *
- * Every kernel takes any n, 0 included, and any alignment. An output may be the same array as an
- * input, never shifted against it. Reductions add in 16 (fp64: 8) lanes of fixed meaning, combined
- * in a fixed order.
- */
-#ifndef DPL_KERNELS_ROWS_H
-#define DPL_KERNELS_ROWS_H
+// kernels_rows.h - the row part of the kernel table: fp32 loops that operators run over a row or
+// a chunk. One template (kernels_rows_tmpl.h) is compiled once for each CPU level; nothing but the
+// instruction set differs.
+//
+// Every kernel takes any n, 0 included, and any alignment. An output may be the same array as an
+// input, never shifted against it. Reductions add in 16 (fp64: 8) lanes of fixed meaning, combined
+// in a fixed order.
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -60,5 +57,3 @@ typedef struct dpl_row_kernels {
 void dpl_row_kernels_ref(dpl_row_kernels *k);
 void dpl_row_kernels_avx2(dpl_row_kernels *k);
 void dpl_row_kernels_avx512(dpl_row_kernels *k);
-
-#endif

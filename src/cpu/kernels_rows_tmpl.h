@@ -1,11 +1,9 @@
-/*
- * kernels_rows_tmpl.h - the row kernels as plain C, compiled once for each CPU level.
- *
- * Included by kernels_rows_LEVEL.c, which only get other compiler flags. Loops are written so that
- * gcc and clang vectorize them; reductions keep their lanes in a vector type of 16 floats, so the
- * order of additions is the same on every machine and with every compiler. Between levels only the
- * contraction of a * b + c into one rounding differs.
- */
+// kernels_rows_tmpl.h - the row kernels as plain C, compiled once for each CPU level.
+//
+// Included by kernels_rows_LEVEL.c, which only get other compiler flags. Loops are written so that
+// gcc and clang vectorize them; reductions keep their lanes in a vector type of 16 floats, so the
+// order of additions is the same on every machine and with every compiler. Between levels only the
+// contraction of a * b + c into one rounding differs.
 #include "cpu/kernels_rows.h"
 #include "cpu/ops.h"
 
@@ -69,7 +67,6 @@ static inline float float_of(uint32_t u) {
     }
 
 /* ---- reductions ------------------------------------------------------------------------------ */
-
 // Halves are folded onto each other, so that near lanes meet last.
 INLINE float fold(const void *lanes) {
     float t[LANES];
@@ -150,7 +147,6 @@ static double row_sum_squares_f64(const float *x, size_t n) {
 }
 
 /* ---- elementwise ----------------------------------------------------------------------------- */
-
 static inline uint16_t bf16_of(uint32_t u) {
     const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16, nan = (u >> 16) | 0x40u;
     return (uint16_t)((u & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
@@ -226,7 +222,6 @@ static void row_sigmoid(const float *x, float *y, size_t n) {
 }
 
 /* ---- RMSNorm and RoPE ------------------------------------------------------------------------ */
-
 static void row_norm_backward(const float *dy, const float *gain, const float *x, float rstd,
                               float c, bool accumulate, float *dx, float *dgain, size_t n) {
     const uint32_t keep = accumulate ? ~0u : 0; // A mask, as what dx holds may be a NaN.
@@ -258,7 +253,6 @@ static void row_rope_pairs(const float *cos, const float *sin, float sign, float
 }
 
 /* ---- SwiGLU: gate_up comes in blocks of 16 gate and 16 up columns ---------------------------- */
-
 static inline void swiglu_block(const float *g, float w, float *h) {
     for (int l = 0; l < LANES; l += REG) {
         const reg gate = load(g + l), up = load(g + l + LANES);
@@ -309,7 +303,6 @@ static float row_swiglu_backward(const float *dh, const float *gate_up, float w,
 }
 
 /* ---- optimizer ------------------------------------------------------------------------------- */
-
 // Where all of a gradient's history is 0 the update is the decay alone, even with eps = 0.
 static void row_adamw(const dpl_adamw *rule, const float *grad, float *param, float *m, float *v,
                       size_t n) {

@@ -1,14 +1,11 @@
-/*
- * ops.h - the operators of the CPU: grouped GEMM, row movement, routing, attention, elementwise.
- *
- * Every function submits to the context (ctx.h) and returns at once; arguments were validated by
- * the caller when it planned, so nothing here can fail. Sizes are known on the host; what an
- * operator itself computes (group offsets, ids) is passed as a pointer and read inside the operator
- * only. Same inputs give the same bits for any number of threads, and the bits of a row never
- * depend on other rows (except for sums over rows, which go in fixed chunks and fixed order).
- */
-#ifndef DPL_OPS_H
-#define DPL_OPS_H
+// ops.h - the operators of the CPU: grouped GEMM, row movement, routing, attention, elementwise.
+//
+// Every function submits to the context (ctx.h) and returns at once; arguments were validated by
+// the caller when it planned, so nothing here can fail. Sizes are known on the host; what an
+// operator itself computes (group offsets, ids) is passed as a pointer and read inside the operator
+// only. Same inputs give the same bits for any number of threads, and the bits of a row never
+// depend on other rows (except for sums over rows, which go in fixed chunks and fixed order).
+#pragma once
 
 #include "base/base.h"
 #include "cpu/ctx.h"
@@ -84,7 +81,6 @@ void dpl_bias_forward(dpl_ctx *ctx, const float *bias, size_t n_rows, size_t n, 
 void dpl_bias_backward(dpl_ctx *ctx, dpl_mat dy, size_t n_rows, size_t n, float *dbias);
 
 /* ---- elementwise (rows.c) -------------------------------------------------------------------- */
-
 // y = x * rstd * gain, rstd (rows) = 1 / sqrt(mean(x^2) + eps) kept for backward.
 void dpl_rmsnorm_forward(dpl_ctx *ctx, dpl_mat x, const float *gain, size_t n_rows, size_t d,
                          float eps, dpl_mat y, float *rstd);
@@ -165,7 +161,6 @@ typedef struct dpl_latent_attention {
 void dpl_latent_attention_forward(dpl_ctx *ctx, const dpl_latent_attention *a, dpl_mat out);
 
 /* ---- routing and row movement (route.c, rows.c) ---------------------------------------------- */
-
 // DeepSeek-V3's order: score, choice = score + bias, groups, top-K with the lower id first among
 // equals, unbiased weights, normalization with +1e-20, scale. Rows with segment 0 get ids -1 and
 // weights 0. score (T, E) is kept for backward. *bad_row = the lowest row with a logit that is not
@@ -209,7 +204,6 @@ void dpl_combine_rows(dpl_ctx *ctx, dpl_mat rows, const float *row_value, const 
                       float *slot_value);
 
 /* ---- optimizer and reductions (optim.c) ------------------------------------------------------ */
-
 typedef struct dpl_adamw {
     double b1, b2; // in fp32 1 - b2 would lose what correct2 keeps
     float lr, eps, eps_root, decay;
@@ -229,5 +223,3 @@ void dpl_to_bf16(dpl_ctx *ctx, const float *x, size_t n, uint16_t *y);
 // Multiply-adds in fp32 registers, as FLOP/s: the sum of each thread's best while all work; 0
 // without memory (peak.c).
 double dpl_measure_peak(dpl_ctx *ctx);
-
-#endif

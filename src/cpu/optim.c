@@ -1,10 +1,8 @@
-/*
- * optim.c - what the end of a step does with whole parameter arrays: AdamW or SGD update with the
- * bf16 compute copy in the same pass, and the sums that the gradient norm is made of.
- *
- * Arrays are flat here, in the panel order of their parameter; padding is 0 in the parameter and in
- * the gradient, and every update maps that to 0. Sums go in fixed chunks, added in order in fp64.
- */
+// optim.c - what the end of a step does with whole parameter arrays: AdamW or SGD update with the
+// bf16 compute copy in the same pass, and the sums that the gradient norm is made of.
+//
+// Arrays are flat here, in the panel order of their parameter; padding is 0 in the parameter and in
+// the gradient, and every update maps that to 0. Sums go in fixed chunks, added in order in fp64.
 #include "cpu/row_io.h"
 
 #define CHUNK    ((size_t)8192) // elements: 128 KB of parameter, gradient and moments

@@ -1,10 +1,8 @@
-/*
- * route.c - routing: choice of experts, their weights, the auxiliary losses, and the order of rows
- * by expert. Steps "router" and "permute" of the data path.
- *
- * Every choice is made in fp32 from one row alone, equal scores by lower id, so that recomputation,
- * other batches and other numbers of threads choose alike. Sums over rows go in fixed chunks.
- */
+// route.c - routing: choice of experts, their weights, the auxiliary losses, and the order of rows
+// by expert. Steps "router" and "permute" of the data path.
+//
+// Every choice is made in fp32 from one row alone, equal scores by lower id, so that recomputation,
+// other batches and other numbers of threads choose alike. Sums over rows go in fixed chunks.
 #include <math.h>
 
 #include "cpu/row_io.h"
@@ -19,7 +17,6 @@ static bool routed(const int32_t *ids, size_t row, size_t top_k) {
 }
 
 /* ---- choice and weights ---------------------------------------------------------------------- */
-
 // Without an early exit, so that it becomes vector code.
 static bool all_finite(const float *x, size_t n) {
     int good = 1;
@@ -192,7 +189,6 @@ void dpl_route_backward(dpl_ctx *ctx, const dpl_route_rule *rule, const float *d
 }
 
 /* ---- auxiliary losses ------------------------------------------------------------------------ */
-
 typedef struct aux_args {
     dpl_route_rule rule;
     dpl_aux aux;
@@ -345,7 +341,6 @@ void dpl_aux_losses(dpl_ctx *ctx, const dpl_route_rule *rule, const dpl_aux *aux
 }
 
 /* ---- order of rows --------------------------------------------------------------------------- */
-
 typedef struct permute_args {
     const int32_t *ids;
     size_t n_slots, n_experts;

@@ -1,11 +1,8 @@
-/*
- * row_io.h - how operators read and write rows of either element type with one code path.
- *
- * An F32 row is used where it lies; a BF16 row is converted into a buffer of the caller, who works
- * on column blocks of DPL_ROW_BLOCK so that this buffer fits on the stack and stays in cache.
- */
-#ifndef DPL_ROW_IO_H
-#define DPL_ROW_IO_H
+// row_io.h - how operators read and write rows of either element type with one code path.
+//
+// An F32 row is used where it lies; a BF16 row is converted into a buffer of the caller, who works
+// on column blocks of DPL_ROW_BLOCK so that this buffer fits on the stack and stays in cache.
+#pragma once
 
 #include "cpu/kernels.h"
 #include "cpu/ops.h"
@@ -47,5 +44,3 @@ static inline dpl_span dpl_row_span(dpl_mat m, size_t n_rows, size_t d) {
     const size_t bytes = n_rows * d * dpl_dtype_bytes(m.dtype);
     return (dpl_span){m.p, m.ld == d || n_rows <= 1 ? bytes : 0};
 }
-
-#endif

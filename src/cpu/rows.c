@@ -1,11 +1,9 @@
-/*
- * rows.c - the operators that work row by row: norm, rotation, SwiGLU, sums, loss, and the movement
- * of rows: copies, gathers (dispatch, embedding) and combine.
- *
- * Each handles fp32 and bf16 with one code path: a row is taken in blocks of DPL_ROW_BLOCK columns,
- * converted on the way into and out of a small buffer where it is bf16 (row_io.h). Sums over rows
- * go in chunks that depend on the shape alone, so the thread count never changes a bit.
- */
+// rows.c - the operators that work row by row: norm, rotation, SwiGLU, sums, loss, and the movement
+// of rows: copies, gathers (dispatch, embedding) and combine.
+//
+// Each handles fp32 and bf16 with one code path: a row is taken in blocks of DPL_ROW_BLOCK columns,
+// converted on the way into and out of a small buffer where it is bf16 (row_io.h). Sums over rows
+// go in chunks that depend on the shape alone, so the thread count never changes a bit.
 #include <math.h>
 
 #include "cpu/row_io.h"
@@ -37,7 +35,6 @@ static void submit_rows(dpl_ctx *ctx, const row_args *a, dpl_op_fn run, size_t d
 }
 
 /* ---- RMSNorm --------------------------------------------------------------------------------- */
-
 static void norm_forward(const void *args, const dpl_part *part) {
     const row_args *a = args;
     const dpl_row_kernels *k = part->k;
@@ -126,7 +123,6 @@ void dpl_rmsnorm_backward(dpl_ctx *ctx, dpl_mat dy, dpl_mat x, const float *gain
 }
 
 /* ---- RoPE ------------------------------------------------------------------------------------ */
-
 typedef struct rope_args {
     dpl_loop loop;
     dpl_rope rope;
@@ -160,7 +156,6 @@ void dpl_rope_apply(dpl_ctx *ctx, const dpl_rope *rope, size_t n_rows, bool inve
 }
 
 /* ---- SwiGLU ---------------------------------------------------------------------------------- */
-
 static void swiglu_forward(const void *args, const dpl_part *part) {
     const row_args *a = args;
     float buf[2 * DPL_ROW_BLOCK], h_buf[DPL_ROW_BLOCK];
@@ -210,7 +205,6 @@ void dpl_swiglu_backward(dpl_ctx *ctx, dpl_mat dh, dpl_mat gate_up, const float 
 }
 
 /* ---- add, zero ------------------------------------------------------------------------------- */
-
 static void add_rows(const void *args, const dpl_part *part) {
     const row_args *x = args;
     float a_buf[DPL_ROW_BLOCK], b_buf[DPL_ROW_BLOCK];
@@ -245,7 +239,6 @@ void dpl_zero(dpl_ctx *ctx, void *p, size_t bytes) {
 }
 
 /* ---- copy, gather, embedding ----------------------------------------------------------------- */
-
 typedef struct gather_args {
     dpl_loop loop;
     size_t d;
@@ -372,7 +365,6 @@ void dpl_embed_backward(dpl_ctx *ctx, dpl_mat dy, const int32_t *ids, bool in_pa
 }
 
 /* ---- combine --------------------------------------------------------------------------------- */
-
 typedef struct combine_args {
     dpl_loop loop;
     size_t d, top_k;
@@ -428,7 +420,6 @@ void dpl_combine_rows(dpl_ctx *ctx, dpl_mat rows, const float *row_value, const 
 }
 
 /* ---- cross-entropy --------------------------------------------------------------------------- */
-
 typedef struct xent_args {
     dpl_loop loop;
     float *logits;

@@ -1,10 +1,8 @@
-/*
- * file.c - mapped files for readers, all-or-nothing files and directories for writers.
- *
- * Whatever is written goes to a hidden name beside the final one, is synced, and is renamed: a
- * kill, a full disk or a power cut leaves the old state or the new one. Every write, sync and
- * rename of the folder passes through this file, so that tests can make each of them fail.
- */
+// file.c - mapped files for readers, all-or-nothing files and directories for writers.
+//
+// Whatever is written goes to a hidden name beside the final one, is synced, and is renamed: a
+// kill, a full disk or a power cut leaves the old state or the new one. Every write, sync and
+// rename of the folder passes through this file, so that tests can make each of them fail.
 #include <errno.h>
 #include <fcntl.h>
 #include <ftw.h>
@@ -36,7 +34,6 @@ static dpl_status fail_long(const char *path) {
 }
 
 /* ---- reading -------------------------------------------------------------------------------- */
-
 dpl_status dpl_map_open(const char *path, dpl_map *map_out) {
     if (strlen(path) >= PATH_MAX) return fail_long(path); // Else the reason is cut off.
     // A fifo without a writer would block; the kind is only known after opening.
@@ -60,7 +57,6 @@ void dpl_map_close(dpl_map *map) {
 }
 
 /* ---- paths ---------------------------------------------------------------------------------- */
-
 bool dpl_path_exists(const char *path) {
     return access(path, F_OK) == 0;
 }
@@ -120,7 +116,6 @@ dpl_status dpl_remove_tree(const char *path) {
 }
 
 /* ---- syncing and renaming ------------------------------------------------------------------- */
-
 static dpl_status sync_fd(int fd, const char *path) {
     // Some file systems have nothing to sync for a folder and say EINVAL.
     if (fault_strikes() || (fsync(fd) != 0 && errno != EINVAL))
@@ -146,7 +141,6 @@ static int rename_path(const char *from, const char *to, unsigned flags) {
 }
 
 /* ---- files ---------------------------------------------------------------------------------- */
-
 dpl_status dpl_out_open(const char *path, dpl_out *out) {
     DPL_TRY(split_path(path, out->dir, out->temp));
     strcpy(out->path, path);
@@ -200,7 +194,6 @@ dpl_status dpl_write_file(const char *path, const void *data, size_t bytes) {
 }
 
 /* ---- directories ---------------------------------------------------------------------------- */
-
 dpl_status dpl_stage_open(const char *final_path, char *staged_path_out, size_t path_size) {
     char temp[PATH_MAX], dir[PATH_MAX];
     DPL_TRY(split_path(final_path, dir, temp));

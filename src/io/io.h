@@ -1,12 +1,9 @@
-/*
- * io.h - files: all-or-nothing writing, JSON and YAML, safetensors, model directories, tokens.
- *
- * Every reader treats its file as hostile: bounds, overflow, duplicates and missing names are
- * errors (DPL_EFORMAT) with the file's name and the byte offset, DPL_EIO where the system refused.
- * Sizes are checked when a file is opened; reading one that is cut short later crashes.
- */
-#ifndef DPL_IO_H
-#define DPL_IO_H
+// io.h - files: all-or-nothing writing, JSON and YAML, safetensors, model directories, tokens.
+//
+// Every reader treats its file as hostile: bounds, overflow, duplicates and missing names are
+// errors (DPL_EFORMAT) with the file's name and the byte offset, DPL_EIO where the system refused.
+// Sizes are checked when a file is opened; reading one that is cut short later crashes.
+#pragma once
 
 #include <jansson.h>
 #include <limits.h>
@@ -15,7 +12,6 @@
 #include "base/base.h"
 
 /* ---- files (file.c) -------------------------------------------------------------------------- */
-
 typedef struct dpl_map { // a whole file, mapped read-only; an empty one: "" and 0 bytes
     const uint8_t *data;
     size_t bytes;
@@ -51,7 +47,6 @@ void dpl_stage_abandon(const char *staged_path);
 void dpl_fault_write(size_t nth);
 
 /* ---- JSON, YAML (text_formats.c) ------------------------------------------------------------- */
-
 // Reads a JSON object, duplicate keys refused. Owned by the caller: json_decref().
 dpl_status dpl_json_read(const char *path, json_t **object_out);
 // All or nothing; numbers round-trip, keys keep their order.
@@ -70,7 +65,6 @@ dpl_status dpl_parse_f64(const char *text, double *value_out);
 dpl_status dpl_parse_i64(const char *text, int64_t *value_out);
 
 /* ---- safetensors (st_read.c, st_write.c) ----------------------------------------------------- */
-
 // clang-format off
 #define DPL_ST_DTYPE_MAP(X) \
     X(BOOL, 1) X(U8, 1) X(I8, 1) X(F8_E5M2, 1) X(F8_E4M3, 1) X(F8_E8M0, 1) X(I16, 2) X(U16, 2) \
@@ -135,7 +129,6 @@ dpl_status dpl_shards_write(const char *dir, const dpl_st_tensor *tensors, size_
                             size_t shard_bytes, dpl_data_fn data_of, void *arg);
 
 /* ---- text and tokens (tokens.c) -------------------------------------------------------------- */
-
 // Documents of tokens one after the other, each a file: text (UTF-8 bytes as tokens; nothing is
 // dropped or replaced), or token shards: llm.c's header (256 int32: magic 20240520 and version 1:
 // uint16, or magic 20240801 and version 7 or 1: uint32; then the token count), or headerless with
@@ -162,5 +155,3 @@ size_t dpl_source_document_of(const dpl_source *source, uint64_t token);
 void dpl_source_read(const dpl_source *source, uint64_t first, size_t n, int32_t *ids);
 // Writes a .bin shard with llm.c's header (uint16 if vocab <= 65536), atomically; n < 2^31.
 dpl_status dpl_bin_write(const char *path, size_t vocab, const int32_t *ids, size_t n);
-
-#endif

@@ -1,13 +1,11 @@
-/*
- * st_read.c - reading safetensors: one file, or the weights of a model directory.
- *
- * A file is the header's length (8 bytes), the header (JSON: name -> dtype, shape, data_offsets)
- * and the data. The whole header is checked at open, against the file's size too, so that a tensor
- * that was found needs no further check. Data may lie at odd addresses, hence memcpy everywhere.
- * In a directory the index alone decides which files are read, so shards that an earlier save left
- * do no harm; a file and the index that disagree are an error, because one of them is damaged and
- * weights would stay at their random start.
- */
+// st_read.c - reading safetensors: one file, or the weights of a model directory.
+//
+// A file is the header's length (8 bytes), the header (JSON: name -> dtype, shape, data_offsets)
+// and the data. The whole header is checked at open, against the file's size too, so that a tensor
+// that was found needs no further check. Data may lie at odd addresses, hence memcpy everywhere.
+// In a directory the index alone decides which files are read, so shards that an earlier save left
+// do no harm; a file and the index that disagree are an error, because one of them is damaged and
+// weights would stay at their random start.
 #include <math.h>
 #include <stdlib.h>
 
@@ -58,7 +56,6 @@ bool dpl_st_shape_bytes(const dpl_st_tensor *tensor, uint64_t *bytes_out) {
 }
 
 /* ---- the header ----------------------------------------------------------------------------- */
-
 // The byte of the file at which a tensor's entry starts; the header's start for an escaped name.
 static size_t entry_offset(const part *file, const char *name) {
     char quoted[256];
@@ -187,7 +184,6 @@ static dpl_status open_part(dpl_st_file *all, const char *dir, const char *name,
 }
 
 /* ---- a model directory ---------------------------------------------------------------------- */
-
 // Opens the files of the index, each of which must hold the tensors that the index puts there.
 static dpl_status open_map(dpl_st_file *all, const char *dir, const char *path, json_t *map) {
     const char *tensor;
@@ -241,7 +237,6 @@ static dpl_status check_index(const dpl_st_file *all) {
 }
 
 /* ---- either --------------------------------------------------------------------------------- */
-
 static dpl_status open_all(dpl_st_file *all, const char *path) {
     size_t n_max = 0;
     if (!all) return dpl_fail(DPL_ENOMEM, "no memory to open %s", path);
@@ -285,7 +280,6 @@ const dpl_st_tensor *dpl_st_find(const dpl_st_file *file, const char *name) {
 }
 
 /* ---- values --------------------------------------------------------------------------------- */
-
 static float f16_to_f32(uint16_t half) {
     uint32_t bits = (half & 0x7fffu) << 13; // The same number, but for the exponent's bias.
     float f;

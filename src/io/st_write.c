@@ -1,10 +1,8 @@
-/*
- * st_write.c - writing safetensors: one file, or the weights of a model directory.
- *
- * A file's header says where each tensor lies, so their sizes come first and their bytes are asked
- * for one tensor at a time. A directory gets one file, or shards and then an index: a reader that
- * finds the index finds all of them.
- */
+// st_write.c - writing safetensors: one file, or the weights of a model directory.
+//
+// A file's header says where each tensor lies, so their sizes come first and their bytes are asked
+// for one tensor at a time. A directory gets one file, or shards and then an index: a reader that
+// finds the index finds all of them.
 #include <dirent.h>
 #include <stdlib.h>
 #include <unistd.h>
@@ -30,7 +28,6 @@ static uint64_t bytes_at(const plan *p, size_t i) {
 }
 
 /* ---- one file ------------------------------------------------------------------------------- */
-
 static dpl_status add_tensor(const char *path, json_t *header, const dpl_st_tensor *tensor,
                              uint64_t *end) {
     uint64_t bytes;
@@ -102,7 +99,6 @@ dpl_status dpl_st_write(const char *path, const dpl_st_tensor *tensors, size_t n
 }
 
 /* ---- a model directory ---------------------------------------------------------------------- */
-
 static void shard_name(const plan *p, size_t i_shard, char name[NAME_BYTES]) {
     if (p->n_shards == 1) strcpy(name, DPL_ST_SINGLE);
     else snprintf(name, NAME_BYTES, "model-%05zu-of-%05zu.safetensors", i_shard + 1, p->n_shards);

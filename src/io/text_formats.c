@@ -1,10 +1,8 @@
-/*
- * text_formats.c - JSON objects, flat YAML mappings and numbers in text.
- *
- * The libraries parse; here their habits are narrowed to what a configuration may be, and every
- * error gets the file and line. Numbers are ours because a library's idea of one depends on the
- * process's locale (0,1) or on YAML 1.1 (2e-5 is a string there).
- */
+// text_formats.c - JSON objects, flat YAML mappings and numbers in text.
+//
+// The libraries parse; here their habits are narrowed to what a configuration may be, and every
+// error gets the file and line. Numbers are ours because a library's idea of one depends on the
+// process's locale (0,1) or on YAML 1.1 (2e-5 is a string there).
 #include <ctype.h>
 #include <errno.h>
 #include <locale.h>
@@ -18,7 +16,6 @@
 #define NUMBER_CHARS_MAX 512
 
 /* ---- numbers -------------------------------------------------------------------------------- */
-
 // Copies a number without the underscores between its digits; false: other ones, or too long.
 static bool drop_underscores(const char *text, bool hex, char *plain) {
     int (*const is_digit)(int) = hex ? isxdigit : isdigit;
@@ -69,7 +66,6 @@ dpl_status dpl_parse_f64(const char *text, double *value_out) {
 }
 
 /* ---- JSON ----------------------------------------------------------------------------------- */
-
 dpl_status dpl_json_read(const char *path, json_t **object_out) {
     dpl_map map;
     DPL_TRY(dpl_map_open(path, &map));
@@ -98,7 +94,6 @@ dpl_status dpl_json_write(const char *path, const json_t *object) {
 }
 
 /* ---- YAML ----------------------------------------------------------------------------------- */
-
 typedef struct yaml_reader {
     yaml_parser_t parser;
     yaml_event_t event; // the current one

@@ -1,10 +1,8 @@
-/*
- * tokens.c - documents of tokens from text files, folders and token shards.
- *
- * A document costs 8 bytes (where it starts), however many there are: small files are copied into
- * shared blocks, larger ones are mapped, and a piece is one block or one mapping. Everything that
- * can be wrong with a file is found at open, so that reading cannot fail.
- */
+// tokens.c - documents of tokens from text files, folders and token shards.
+//
+// A document costs 8 bytes (where it starts), however many there are: small files are copied into
+// shared blocks, larger ones are mapped, and a piece is one block or one mapping. Everything that
+// can be wrong with a file is found at open, so that reading cannot fail.
 #include <assert.h>
 #include <dirent.h>
 #include <stdlib.h>
@@ -51,7 +49,6 @@ static uint32_t load_token(const uint8_t *data, int width, size_t i) {
 }
 
 /* ---- adding files --------------------------------------------------------------------------- */
-
 // Finds a shard's width, unless it is given, and where its tokens start.
 static dpl_status bin_layout(const char *path, const dpl_map *map, int *width, size_t *offset) {
     uint32_t head[3] = {0};
@@ -141,7 +138,6 @@ static dpl_status add_file(dpl_source *source, const char *path) {
 }
 
 /* ---- walking a folder ----------------------------------------------------------------------- */
-
 typedef struct folder { // one that is being read
     const struct folder *parent;
     dev_t device;
@@ -187,7 +183,6 @@ static dpl_status add_path(dpl_source *source, char *path, const folder *parent)
 }
 
 /* ---- the source ----------------------------------------------------------------------------- */
-
 dpl_status dpl_source_open(const char *path, dpl_source_kind kind, int bin_width, size_t vocab,
                            dpl_source **source_out) {
     char walk[PATH_MAX];

@@ -64,7 +64,6 @@ void dpl_norm_backward(dpl_model *m, int layer, dpl_param_id id, dpl_mat dy, dpl
 }
 
 /* ---- the layer ---- */
-
 static dpl_moe_shape moe_shape(const dpl_model *m) {
     const dpl_model_config *c = &m->config;
     return (dpl_moe_shape){.d = c->d,

@@ -1,11 +1,8 @@
-/*
- * block.h - one decoder layer, inside src/model: activations by name, attention block, block.
- *
- * One table names what a layer keeps for its backward pass. The residual stream is fp32 in every
- * compute type.
- */
-#ifndef DPL_BLOCK_H
-#define DPL_BLOCK_H
+// block.h - one decoder layer, inside src/model: activations by name, attention block, block.
+//
+// One table names what a layer keeps for its backward pass. The residual stream is fp32 in every
+// compute type.
+#pragma once
 
 #include "model/model.h"
 
@@ -47,7 +44,6 @@ typedef struct dpl_block_saved {
 } dpl_block_saved;
 
 /* ---- block.c: what all of src/model is made of. Blocks come from the step arena. ---- */
-
 dpl_mat dpl_act_alloc(dpl_model *model, size_t n_rows, size_t width, bool f32);
 // y = x W^T + bias, if the matrix `id` has one.
 void dpl_linear_forward(dpl_model *model, int layer, dpl_param_id id, dpl_mat x, size_t n_rows,
@@ -79,7 +75,6 @@ dpl_status dpl_block_backward(dpl_model *model, int layer, const dpl_stream *str
                               const dpl_aux *aux, const dpl_block_saved *saved, dpl_mat dx);
 
 /* ---- mla.c ---- */
-
 // act[INPUT] -> act[MLP_INPUT] = input + attention; the blocks between are there already.
 void dpl_mla_forward(dpl_model *model, int layer, const dpl_stream *stream,
                      const dpl_mla_cache *cache, dpl_block_saved *saved);
@@ -88,7 +83,6 @@ void dpl_mla_backward(dpl_model *model, int layer, const dpl_stream *stream,
                       const dpl_block_saved *saved, dpl_mat dx);
 
 /* ---- model.c ---- */
-
 // Sends an activation to model->probe as "stem.layer" (layer < 0: "stem"), shape (B, S, width).
 void dpl_probe_mat(dpl_model *model, const char *stem, int layer, const dpl_stream *stream,
                    dpl_mat mat, size_t width);
@@ -106,5 +100,3 @@ typedef struct dpl_layers { // one pass through all layers
 dpl_status dpl_layers_forward(dpl_model *model, dpl_layers *layers);
 // Final norm and head of n_rows rows; temporaries from the arena, which the caller releases.
 void dpl_model_head(dpl_model *model, dpl_mat x, size_t n_rows, float *logits);
-
-#endif

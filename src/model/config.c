@@ -31,7 +31,6 @@ bool dpl_model_layer_is_moe(const dpl_model_config *config, size_t layer) {
 }
 
 /* ---- the table ---- */
-
 typedef enum field_kind { SIZE, NUMBER, WHOLE, FLAG } field_kind; // WHOLE: a double
 typedef struct field {
     const char *json, *key; // key: the name of the option, for messages about the value
@@ -101,7 +100,6 @@ static void set_value(const field *f, double value, dpl_model_config *c) {
 }
 
 /* ---- checks ---- */
-
 #define EXPECT(condition, ...) DPL_TRY((condition) ? DPL_OK : dpl_fail(DPL_EINVAL, __VA_ARGS__))
 
 static dpl_status check_range(const char *key, double value, double low, double high) {
@@ -160,7 +158,6 @@ dpl_status dpl_model_config_check(const dpl_model_config *c) {
 }
 
 /* ---- config.json ---- */
-
 static bool is_given(const json_t *value) {
     return value && !json_is_null(value);
 }
@@ -296,7 +293,6 @@ json_t *dpl_model_config_to_json(const dpl_model_config *c, dpl_dtype dtype) {
 }
 
 /* ---- rotary embedding ---- */
-
 static double yarn_scale(double factor, double mscale) {
     return factor > 1 ? 0.1 * mscale * log(factor) + 1.0 : 1.0;
 }
@@ -335,7 +331,6 @@ double dpl_rope_frequencies(const dpl_model_config *c, float *inv_freq) {
 }
 
 /* ---- counts ---- */
-
 uint64_t dpl_model_param_count(const dpl_model_config *c) {
     return (uint64_t)dpl_params_count(c, false, c->n_experts, false);
 }

@@ -100,7 +100,6 @@ dpl_status dpl_decoder_feed(dpl_decoder *d, const int32_t *ids, size_t n, float 
 }
 
 /* ---- sampling ---- */
-
 typedef struct candidate {
     double p;
     int32_t id;

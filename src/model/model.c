@@ -32,7 +32,6 @@ dpl_status dpl_model_rope_tables(dpl_model *m, size_t n) {
 }
 
 /* ---- probing ---- */
-
 static void send_probe(dpl_model *m, const char *stem, int layer, const char *tail, bool is_int,
                        int rank, const int64_t *shape, const void *data) {
     char name[64];
@@ -69,7 +68,6 @@ void dpl_probe_routing(dpl_model *m, int layer, const dpl_moe_saved *saved) {
 }
 
 /* ---- the batch ---- */
-
 static dpl_status check_at(const dpl_batch *b, size_t i, const char *what, int32_t value, int low,
                            size_t n, const char *why) {
     if (value >= low && (value < 0 || (size_t)value < n)) return DPL_OK;
@@ -144,7 +142,6 @@ static double count_targets(const dpl_stream *s) {
 }
 
 /* ---- embedding, norm, head ---- */
-
 static dpl_mat embed(dpl_model *m, const int32_t *ids, size_t n_rows) {
     const dpl_mat x = dpl_act_alloc(m, n_rows, m->config.d, true);
     dpl_ctx_phase(m->ctx, DPL_PHASE_EMBED);
@@ -171,7 +168,6 @@ static void head_logits(dpl_model *m, dpl_mat h, size_t n_rows, float *logits) {
 }
 
 /* ---- one pass ---- */
-
 // What follows the layers (depth 0) or a layer of multi-token prediction: final norm, head, loss.
 // Depth k has an own layer, continues from the normed output of depth k - 1, whose sequences are
 // one longer, and predicts the token k further.
@@ -535,7 +531,6 @@ void dpl_model_head(dpl_model *m, dpl_mat x, size_t n_rows, float *logits) {
 }
 
 /* ---- after the optimizer step ---- */
-
 void dpl_model_update_bias(dpl_model *m, double rate) {
     const size_t E = m->config.n_experts, layers = m->config.n_layers + m->config.n_mtp;
     for (size_t layer = 0; layer < layers; layer++) {

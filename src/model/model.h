@@ -1,14 +1,11 @@
-/*
- * model.h - the transformer around the MoE layer: configuration, parameters, passes, loss.
- *
- * The model is deepseek_v3 of Hugging Face transformers: RMSNorm, MLA, leading dense layers,
- * sigmoid router with bias and groups, shared experts, multi-token prediction. Its files:
- *   config.c   sizes, config.json, FLOPs    params.c  tensors, memory, initial values, names
- *   weights.c  model directories            mla.c     attention block     block.c  one layer
- *   model.c    the stack, loss, backward    decode.c  one token at a time with a latent cache
- */
-#ifndef DPL_MODEL_H
-#define DPL_MODEL_H
+// model.h - the transformer around the MoE layer: configuration, parameters, passes, loss.
+//
+// The model is deepseek_v3 of Hugging Face transformers: RMSNorm, MLA, leading dense layers,
+// sigmoid router with bias and groups, shared experts, multi-token prediction. Its files:
+//   config.c   sizes, config.json, FLOPs    params.c  tensors, memory, initial values, names
+//   weights.c  model directories            mla.c     attention block     block.c  one layer
+//   model.c    the stack, loss, backward    decode.c  one token at a time with a latent cache
+#pragma once
 
 #include <jansson.h>
 
@@ -17,7 +14,6 @@
 #include "moe/moe.h"
 
 /* ---- config.c ---- */
-
 typedef struct dpl_rope_config {
     double theta;
     bool yarn;
@@ -55,7 +51,6 @@ double dpl_model_softmax_scale(const dpl_model_config *config);
 double dpl_rope_frequencies(const dpl_model_config *config, float *inv_freq);
 
 /* ---- parameters (params.c) ---- */
-
 typedef enum dpl_param_id { // a bias follows its matrix; Q to O are the attention block's
     DPL_P_EMBED,
     DPL_P_HEAD,
@@ -122,7 +117,6 @@ typedef struct dpl_disk_tensor {
 } dpl_disk_tensor;
 
 /* ---- a batch, the loss ---- */
-
 typedef struct dpl_batch { // all (B, S), host memory
     size_t n_batch, n_seq;
     const int32_t *ids;
@@ -147,7 +141,6 @@ typedef struct dpl_loss_sums {
 } dpl_loss_sums;
 
 /* ---- the model (model.c) ---- */
-
 // Receives what a pass computes, in that order. data: fp32 or int64, host memory.
 typedef void (*dpl_probe_fn)(void *arg, const char *name, bool is_int, int rank,
                              const int64_t *shape, const void *data);
@@ -186,7 +179,6 @@ void dpl_model_update_bias(dpl_model *model, double rate);
 double dpl_batch_mtp_tokens(const dpl_model_config *config, const dpl_batch *batch);
 
 /* ---- params.c ---- */
-
 // Parameters are zero until they are initialized or loaded.
 dpl_status dpl_model_create(dpl_ctx *ctx, dpl_comm *comm, const dpl_model_config *config,
                             dpl_dtype dtype, dpl_model **model_out);
@@ -225,7 +217,6 @@ static inline size_t dpl_disk_elems(const dpl_disk_tensor *tensor) {
 void dpl_param_name(const dpl_model *model, const dpl_param *param, char *text, size_t size);
 
 /* ---- weights.c ---- */
-
 // Strict: every tensor of the model exactly once, unknown ones are errors.
 dpl_status dpl_model_load(dpl_model *model, const char *dir);
 // Into an existing folder.
@@ -240,7 +231,6 @@ dpl_status dpl_model_load_flat(dpl_model *model, const char *path, const char *c
                                float *const *flats, size_t n_flats);
 
 /* ---- decode.c ---- */
-
 typedef struct dpl_decoder dpl_decoder;
 dpl_status dpl_decoder_open(dpl_model *model, size_t max_tokens, dpl_decoder **decoder_out);
 void dpl_decoder_close(dpl_decoder **decoder);
@@ -249,5 +239,3 @@ dpl_status dpl_decoder_feed(dpl_decoder *decoder, const int32_t *ids, size_t n, 
 // Temperature 0 is argmax (lowest id among equals); top_p in (0, 1]. Draw number `draw` of `seed`.
 int32_t dpl_sample(const float *logits, size_t vocab, double temperature, double top_p,
                    uint64_t seed, uint64_t draw);
-
-#endif

@@ -9,7 +9,6 @@
 #include "model/model.h"
 
 /* ---- the table ---- */
-
 typedef enum row_kind { MATRIX, GATE_UP, ROWS, NORM, BIAS } row_kind; // the last two are vectors
 
 typedef struct spec {
@@ -153,7 +152,6 @@ void dpl_param_name(const dpl_model *model, const dpl_param *param, char *text, 
 }
 
 /* ---- memory ---- */
-
 // NULL: the error is worded.
 static void *alloc_flat(const dpl_model *m, size_t bytes, const char *what) {
     void *array = dpl_alloc_array(m->params.elems, bytes);
@@ -230,7 +228,6 @@ dpl_weight dpl_model_weight(const dpl_model *m, const dpl_param *param) {
 }
 
 /* ---- row-major slices ---- */
-
 // Where row `r` of the slice begins, and the step from one column to the next.
 static size_t slice_row(const dpl_disk_tensor *t, size_t r, size_t *step_out) {
     const dpl_param *p = t->param;
@@ -261,7 +258,6 @@ void dpl_disk_scatter(const dpl_disk_tensor *t, float *flat, const float *values
 }
 
 /* ---- initial values ---- */
-
 // An element's value is a function of the seed, its tensor's name on disk and its place there: it
 // depends neither on the number of threads nor on the order in memory.
 typedef struct init_task {

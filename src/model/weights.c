@@ -28,7 +28,6 @@ dpl_status dpl_model_read_config(const char *dir, dpl_model_config *config_out,
 }
 
 /* ---- tensors of files, for the model and for flat arrays (moments) ---- */
-
 typedef struct slot {
     const dpl_disk_tensor *t;
     float *flat;
@@ -90,7 +89,6 @@ static dpl_status open_slots(dpl_model *m, const char *const *prefixes, float *c
 }
 
 /* ---- reading ---- */
-
 // Into the slice of the flat array. A copy must equal what it repeats.
 static dpl_status read_slot(const slots *s, const slot *at) {
     const dpl_disk_tensor *want = at->t;
@@ -202,7 +200,6 @@ dpl_status dpl_model_load(dpl_model *m, const char *dir) {
 }
 
 /* ---- writing ---- */
-
 static const void *slot_data(void *arg, size_t i) {
     const slots *s = arg;
     const dpl_disk_tensor *t = s->at[i].t;

@@ -1,12 +1,9 @@
-/*
- * moe.h - one dropless MoE layer: router -> permute -> dispatch -> experts -> combine, and back.
- *
- * Nothing is dropped at any load and memory is used for exactly the rows that arrive. What the
- * forward pass keeps for the backward pass belongs to the caller (dpl_moe_saved), not to the layer:
- * forward and backward calls of any layers may interleave.
- */
-#ifndef DPL_MOE_H
-#define DPL_MOE_H
+// moe.h - one dropless MoE layer: router -> permute -> dispatch -> experts -> combine, and back.
+//
+// Nothing is dropped at any load and memory is used for exactly the rows that arrive. What the
+// forward pass keeps for the backward pass belongs to the caller (dpl_moe_saved), not to the layer:
+// forward and backward calls of any layers may interleave.
+#pragma once
 
 #include "comm/comm.h"
 #include "cpu/ops.h"
@@ -136,5 +133,3 @@ dpl_status dpl_moe_backward(dpl_ctx *ctx, dpl_comm *comm, const dpl_moe_shape *s
                             const dpl_moe_weights *weights, dpl_mat x, const dpl_aux *aux,
                             const dpl_moe_saved *saved, dpl_mat dy, dpl_mat dx,
                             const dpl_moe_grads *grads);
-
-#endif

@@ -1,15 +1,12 @@
-/*
- * train.h - the step and the loop around the model.
- *
- * Files, in the order of use:
- *   options.c    keys of MaxText and our own     model_options.c  from keys to the model's sizes
- *   data.c       batches                         schedule.c       learning rate
- *   optimizer.c  norm, clipping, AdamW           step.c           an optimizer step, an evaluation
- *   checkpoint.c what a run leaves behind        metrics.c        log line, metrics row
- *   trainer.c    opening, resuming               loop.c           the run
- */
-#ifndef DPL_TRAIN_H
-#define DPL_TRAIN_H
+// train.h - the step and the loop around the model.
+//
+// Files, in the order of use:
+//   options.c    keys of MaxText and our own     model_options.c  from keys to the model's sizes
+//   data.c       batches                         schedule.c       learning rate
+//   optimizer.c  norm, clipping, AdamW           step.c           an optimizer step, an evaluation
+//   checkpoint.c what a run leaves behind        metrics.c        log line, metrics row
+//   trainer.c    opening, resuming               loop.c           the run
+#pragma once
 
 #include <limits.h>
 #include <stdarg.h>
@@ -268,5 +265,3 @@ int dpl_format(char *text, size_t size, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
 int dpl_format_args(char *text, size_t size, const char *format, va_list args)
     __attribute__((format(printf, 3, 0)));
-
-#endif
