@@ -38,6 +38,12 @@ dpl_status dpl_fail_in(dpl_status status, const char *format, ...)
         const dpl_status status_ = (call);     \
         if (status_ != DPL_OK) return status_; \
     } while (0)
+// DPL_EINVAL, or the status, with this text where the condition does not hold.
+#define DPL_CHECK(condition, ...) DPL_EXPECT(condition, DPL_EINVAL, __VA_ARGS__)
+#define DPL_EXPECT(condition, status, ...) \
+    DPL_TRY((condition) ? DPL_OK : dpl_fail(status, __VA_ARGS__))
+// Of the arguments of a public function.
+#define DPL_NEED(condition) DPL_CHECK(condition, "%s needs %s", __func__, #condition)
 
 /* ---- log: one line to the sink (stderr by default), for notices and warnings ---------------- */
 typedef void (*dpl_log_fn)(void *arg, const char *line);

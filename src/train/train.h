@@ -15,13 +15,6 @@
 #include "io/io.h"
 #include "model/model.h"
 
-// DPL_EINVAL, or the status, with this text where the condition does not hold.
-#define DPL_CHECK(condition, ...) DPL_EXPECT(condition, DPL_EINVAL, __VA_ARGS__)
-#define DPL_EXPECT(condition, status, ...) \
-    DPL_TRY((condition) ? DPL_OK : dpl_fail(status, __VA_ARGS__))
-// Of the arguments of a public function.
-#define DPL_NEED(condition) DPL_CHECK(condition, "%s needs %s", __func__, #condition)
-
 /* ---- options (options.c) ---- */
 // kind, key, default, range (numbers: "LOW .. HIGH", "LOW ..", "> LOW") or choices, help.
 // Kinds: I integer, F number, B true|false, T text, C one of the choices. Defaults are MaxText's.
