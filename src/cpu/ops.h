@@ -76,10 +76,6 @@ void dpl_panel_pack(dpl_ctx *ctx, const float *src, size_t n_groups, size_t n, s
 void dpl_panel_unpack(dpl_ctx *ctx, const float *src, size_t n_groups, size_t n, size_t k,
                       float *dst);
 
-// y (rows, n) += bias (n);   dbias (n) += column sums of dy
-void dpl_bias_forward(dpl_ctx *ctx, const float *bias, size_t n_rows, size_t n, dpl_mat y);
-void dpl_bias_backward(dpl_ctx *ctx, dpl_mat dy, size_t n_rows, size_t n, float *dbias);
-
 /* ---- elementwise (rows.c) -------------------------------------------------------------------- */
 // y = x * rstd * gain, rstd (rows) = 1 / sqrt(mean(x^2) + eps) kept for backward.
 void dpl_rmsnorm_forward(dpl_ctx *ctx, dpl_mat x, const float *gain, size_t n_rows, size_t d,
@@ -114,7 +110,8 @@ void dpl_swiglu_forward(dpl_ctx *ctx, dpl_mat gate_up, const float *row_weight, 
 void dpl_swiglu_backward(dpl_ctx *ctx, dpl_mat dh, dpl_mat gate_up, const float *row_weight,
                          size_t n_rows, size_t f, dpl_mat dgate_up, float *drow_weight);
 
-// out = a + b, may be either; a copy converts between element types.
+// out = a + b, may be either; a or b with ld 0 is one row for all: a bias. A copy converts between
+// element types.
 void dpl_add(dpl_ctx *ctx, dpl_mat a, dpl_mat b, size_t n_rows, size_t d, dpl_mat out);
 void dpl_copy(dpl_ctx *ctx, dpl_mat src, size_t n_rows, size_t d, dpl_mat dst);
 void dpl_zero(dpl_ctx *ctx, void *p, size_t bytes);
@@ -213,8 +210,6 @@ typedef struct dpl_adamw {
 // One pass: moments, update, and the bf16 compute copy if there is one (NULL: none).
 void dpl_adamw_step(dpl_ctx *ctx, const dpl_adamw *a, const float *grad, size_t n, float *param,
                     float *m, float *v, uint16_t *copy);
-void dpl_sgd_step(dpl_ctx *ctx, float lr, float grad_scale, const float *grad, size_t n,
-                  float *param, uint16_t *copy);
 // In fixed chunks, in order. The sum of squares is not finite if any x is not.
 void dpl_sum(dpl_ctx *ctx, const float *x, size_t n, double *sum_out);
 void dpl_sum_squares(dpl_ctx *ctx, const float *x, size_t n, double *sum_out);
