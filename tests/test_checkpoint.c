@@ -116,8 +116,6 @@ static void resumed_run_repeats_the_straight_one(void **state) {
     (void)state;
     resumed_bits("dtype=float32");
     resumed_bits("dtype=bfloat16");
-    resumed_bits("opt_type=adam_pax");
-    resumed_bits("opt_type=sgd");
 }
 
 static void stop_at_line(void *arg, const char *line) {
@@ -197,7 +195,6 @@ static void mismatches(void **state) {
         {"per_device_batch_size=3", "4 sequences", "per_device_batch_size",
          "per_device_batch_size=2"},
         {"max_target_length=8", "16 tokens", "max_target_length", "max_target_length=16"},
-        {"opt_type=sgd", "opt_type=sgd", "adamw", "opt_type=adamw"},
         {"base_emb_dim=16", "base_emb_dim=16", "32", "base_emb_dim=32"},
     };
     for (size_t i = 0; i < DPL_COUNT(bad); i++) {

@@ -238,7 +238,7 @@ train base_output_directory=again steps=27 gradient_accumulation_steps=2 && expe
 train base_output_directory=again steps=27 gradient_accumulation_steps=2 per_device_batch_size=2 && expect 0
 for other in base_emb_dim=64 num_experts=4 num_experts_per_tok=3 base_num_decoder_layers=3 routed_bias=false \
     vocab_size=300 routed_score_func=softmax mtp_num_layers=0 norm_topk_prob=false shared_experts=2 q_lora_rank=0 \
-    base_moe_mlp_dim=24 v_head_dim=16 rope_max_timescale=500 opt_type=sgd first_num_dense_layers=0; do
+    base_moe_mlp_dim=24 v_head_dim=16 rope_max_timescale=500 first_num_dense_layers=0; do
     train base_output_directory=again steps=28 $other && expect 1 "${other%%=*}=${other#*=}" 'checkpoints/26'
 done
 yarn=(base_output_directory=yarn rope_type=yarn rope_factor=4 original_max_position_embeddings=32)

@@ -1,4 +1,4 @@
-// optim.c - what the end of a step does with whole parameter arrays: AdamW or SGD update with the
+// optim.c - what the end of a step does with whole parameter arrays: the AdamW update with the
 // bf16 compute copy in the same pass, and the sums that the gradient norm is made of.
 //
 // Arrays are flat here, in the panel order of their parameter; padding is 0 in the parameter and in
@@ -12,8 +12,7 @@ typedef struct update_args {
     dpl_loop loop;
     dpl_adamw rule;
     const float *grad; // NULL: no update, the copy alone
-    float *param;
-    float *m, *v;   // NULL: SGD
+    float *param, *m, *v;
     uint16_t *copy; // may be NULL
 } update_args;
 
@@ -23,30 +22,20 @@ static void update(const void *args, const dpl_part *part) {
     for (size_t i = part->first; i < part->end; i += DPL_ROW_BLOCK) {
         const size_t n = DPL_MIN(DPL_ROW_BLOCK, part->end - i);
         float *param = a->param + i;
-        if (a->m) part->k->adamw(&a->rule, a->grad + i, param, a->m + i, a->v + i, n);
-        else if (a->grad) part->k->axpy(-a->rule.lr * a->rule.grad_scale, a->grad + i, param, n);
+        if (a->grad) part->k->adamw(&a->rule, a->grad + i, param, a->m + i, a->v + i, n);
         if (a->copy) part->k->to_bf16(param, a->copy + i, n);
     }
 }
 
-static void submit_update(dpl_ctx *ctx, update_args a, size_t n) {
-    a.loop = (dpl_loop){update, n, CHUNK};
-    DPL_SUBMIT(ctx, dpl_run_loop, a, {a.copy, n * sizeof *a.copy});
-}
-
 void dpl_adamw_step(dpl_ctx *ctx, const dpl_adamw *adamw, const float *grad, size_t n, float *param,
                     float *m, float *v, uint16_t *copy) {
-    submit_update(ctx, (update_args){{0}, *adamw, grad, param, m, v, copy}, n);
-}
-
-void dpl_sgd_step(dpl_ctx *ctx, float lr, float grad_scale, const float *grad, size_t n,
-                  float *param, uint16_t *copy) {
-    const dpl_adamw rule = {.lr = lr, .grad_scale = grad_scale};
-    submit_update(ctx, (update_args){{0}, rule, grad, param, NULL, NULL, copy}, n);
+    const update_args a = {{update, n, CHUNK}, *adamw, grad, param, m, v, copy};
+    DPL_SUBMIT(ctx, dpl_run_loop, a, {copy, n * sizeof *copy});
 }
 
 void dpl_to_bf16(dpl_ctx *ctx, const float *x, size_t n, uint16_t *y) {
-    submit_update(ctx, (update_args){.param = (float *)(uintptr_t)x, .copy = y}, n);
+    const update_args a = {{update, n, CHUNK}, .param = (float *)(uintptr_t)x, .copy = y};
+    DPL_SUBMIT(ctx, dpl_run_loop, a, {y, n * sizeof *y});
 }
 
 typedef struct sum_args {

@@ -199,11 +199,10 @@ static dpl_status write_state(const dpl_trainer *t, const char *path) {
     dpl_option_info info;
     for (size_t i = 0; i < DPL_OPT_N && dpl_config_option(i, &info) == DPL_OK; i++)
         json_object_set_new(options, info.name, json_string(t->config->text[i]));
-    json_t *state = json_pack("{s:i, s:I, s:I, s:I, s:I, s:I, s:I, s:s, s:s, s:o}", "version", 1,
-                              "step", t->step - 1, "n_updates", t->optimizer->n_updates,
-                              "data_position", t->position, "data_samples",
-                              dpl_data_samples(t->data, false), "global_batch", t->batch.n_batch,
-                              "max_target_length", t->batch.n_seq, "opt_type", t->o->opt_type,
+    json_t *state = json_pack("{s:i, s:I, s:I, s:I, s:I, s:I, s:I, s:s, s:o}", "version", 1, "step",
+                              t->step - 1, "n_updates", t->optimizer->n_updates, "data_position",
+                              t->position, "data_samples", dpl_data_samples(t->data, false),
+                              "global_batch", t->batch.n_batch, "max_target_length", t->batch.n_seq,
                               "cpu_level", dpl_ctx_cpu_level(t->ctx), "options", options);
     const dpl_status status = dpl_json_write(path, state);
     json_decref(state);
@@ -213,11 +212,11 @@ static dpl_status write_state(const dpl_trainer *t, const char *path) {
 static dpl_status apply_state(dpl_trainer *t, json_t *state, const char *path) {
     json_error_t error;
     json_int_t version, step, n_updates, position, samples, n_batch, n_seq;
-    const char *opt_type, *level, *own_level = dpl_ctx_cpu_level(t->ctx);
-    if (json_unpack_ex(state, &error, 0, "{s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:s, s:s}", "version",
+    const char *level, *own_level = dpl_ctx_cpu_level(t->ctx);
+    if (json_unpack_ex(state, &error, 0, "{s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:s}", "version",
                        &version, "step", &step, "n_updates", &n_updates, "data_position", &position,
                        "data_samples", &samples, "global_batch", &n_batch, "max_target_length",
-                       &n_seq, "opt_type", &opt_type, "cpu_level", &level) != 0)
+                       &n_seq, "cpu_level", &level) != 0)
         return dpl_fail(DPL_EFORMAT, "%s: %s", path, error.text);
     DPL_EXPECT(version == 1 && step >= 0 && n_updates >= 0 && position >= 0, DPL_EFORMAT,
                "%s: another version than 1, or a negative count", path);
@@ -225,8 +224,6 @@ static dpl_status apply_state(dpl_trainer *t, json_t *state, const char *path) {
               "%s has %lld sequences of %lld tokens a step, the configuration has %zu of %zu: "
               "per_device_batch_size * gradient_accumulation_steps, max_target_length",
               path, (long long)n_batch, (long long)n_seq, t->batch.n_batch, t->batch.n_seq);
-    DPL_CHECK(dpl_is(opt_type, t->o->opt_type), "%s: the optimizer was %s, but opt_type=%s", path,
-              opt_type, t->o->opt_type);
     if (samples != (json_int_t)dpl_data_samples(t->data, false))
         dpl_log("warning: the training data has %llu samples, it had %lld when %s was written",
                 (unsigned long long)dpl_data_samples(t->data, false), (long long)samples, path);
@@ -245,7 +242,7 @@ static dpl_status write_parts(dpl_trainer *t, const char *dir) {
     float *const flats[] = {t->optimizer->m, t->optimizer->v};
     DPL_TRY(dpl_model_save(t->model, dir, DPL_F32, 0));
     DPL_TRY(dpl_path_join(dir, "optimizer.safetensors", path));
-    if (flats[0]) DPL_TRY(dpl_model_save_flat(t->model, path, moments, flats, DPL_COUNT(flats)));
+    DPL_TRY(dpl_model_save_flat(t->model, path, moments, flats, DPL_COUNT(flats)));
     DPL_TRY(dpl_path_join(dir, "trainer.json", path));
     DPL_TRY(write_state(t, path));
     return write_manifest(dir);
@@ -284,6 +281,5 @@ dpl_status dpl_checkpoint_load(dpl_trainer *t, const char *dir) {
     DPL_TRY(status);
     DPL_TRY(dpl_model_load(t->model, dir));
     DPL_TRY(dpl_path_join(dir, "optimizer.safetensors", path));
-    return flats[0] ? dpl_model_load_flat(t->model, path, moments, flats, DPL_COUNT(flats))
-                    : DPL_OK;
+    return dpl_model_load_flat(t->model, path, moments, flats, DPL_COUNT(flats));
 }

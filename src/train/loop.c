@@ -86,7 +86,7 @@ static dpl_status write_head(run *r) {
     DPL_TRY(say(r,
                 "memory: weights %.1f MB, gradients %.1f MB, optimizer %.1f MB; remat_policy "
                 "none keeps all activations",
-                (t->model->params.copy ? 6 : 4) * mb, 4 * mb, t->optimizer->m ? 8 * mb : 0));
+                (t->model->params.copy ? 6 : 4) * mb, 4 * mb, 8 * mb));
     DPL_TRY(say(r, "machine: %d threads, CPU level %s, peak %.1f GFLOP/s", dpl_ctx_threads(t->ctx),
                 dpl_ctx_cpu_level(t->ctx), t->peak_flops * 1e-9));
     return t->step > 0 ? say(r, "resuming after step %lld", (long long)t->step - 1) : DPL_OK;

@@ -96,16 +96,15 @@ dpl_status dpl_optimizer_open(const dpl_options *o, dpl_model *model,
     opt->model = model;
     opt->o = o;
     const size_t n = model->params.n, elems = model->params.elems;
-    const bool adam = !dpl_is(o->opt_type, "sgd");
     opt->trains = dpl_alloc_array(n, 2 * sizeof *opt->trains);
     if (opt->trains) opt->decays = opt->trains + n;
     opt->squares = dpl_alloc_array(n, sizeof *opt->squares);
-    if (adam) opt->m = dpl_alloc_array(elems, sizeof *opt->m);
-    if (adam) opt->v = dpl_alloc_array(elems, sizeof *opt->v);
-    dpl_status status = DPL_OK;
-    if (!opt->trains || !opt->squares || (adam && (!opt->m || !opt->v)))
-        status = dpl_fail(DPL_ENOMEM, "no memory for %zu moments of the optimizer", 2 * elems);
-    if (status == DPL_OK) status = fill_masks(o, opt);
+    opt->m = dpl_alloc_array(elems, sizeof *opt->m);
+    opt->v = dpl_alloc_array(elems, sizeof *opt->v);
+    dpl_status status = opt->trains && opt->squares && opt->m && opt->v
+                            ? fill_masks(o, opt)
+                            : dpl_fail(DPL_ENOMEM, "no memory for %zu moments of the optimizer",
+                                       2 * elems);
     if (status != DPL_OK) dpl_optimizer_close(&opt);
     if (status == DPL_OK) *optimizer_out = opt;
     return status;
@@ -151,39 +150,26 @@ dpl_status dpl_optimizer_norm(dpl_optimizer *opt, double *norm_out) {
     return DPL_OK;
 }
 
-static dpl_adamw adam_rule(const dpl_options *o, int64_t n, double rate, double grad_scale) {
-    const double p1 = pow(o->adam_b1, (double)n), p2 = pow(o->adam_b2, (double)n);
+double dpl_optimizer_apply(dpl_optimizer *opt, double rate, double norm) {
+    const dpl_model *model = opt->model;
+    const dpl_options *o = opt->o;
+    const double clip = o->gradient_clipping_threshold;
+    const double scale = clip > 0 && norm >= clip ? clip / norm : 1;
+    const double n = (double)++opt->n_updates;
     // clang-format off
     dpl_adamw rule = {.b1 = o->adam_b1, .b2 = o->adam_b2, .lr = (float)rate,
                       .eps = (float)o->adam_eps, .eps_root = (float)o->adam_eps_root,
-                      .correct1 = (float)(1 - p1), .correct2 = (float)(1 - p2),
-                      .grad_scale = (float)grad_scale};
+                      .correct1 = (float)(1 - pow(o->adam_b1, n)),
+                      .correct2 = (float)(1 - pow(o->adam_b2, n)), .grad_scale = (float)scale};
     // clang-format on
-    if (dpl_is(o->opt_type, "adam_pax")) { // the correction sits in the decay rates instead
-        rule.b1 = o->adam_b1 * (1 - pow(o->adam_b1, (double)(n - 1))) / (1 - p1);
-        rule.b2 = o->adam_b2 * (1 - pow(o->adam_b2, (double)(n - 1))) / (1 - p2);
-        rule.correct1 = rule.correct2 = 1;
-    }
-    return rule;
-}
-
-double dpl_optimizer_apply(dpl_optimizer *opt, double rate, double norm) {
-    dpl_model *model = opt->model;
-    const double clip = opt->o->gradient_clipping_threshold;
-    const double scale = clip > 0 && norm >= clip ? clip / norm : 1;
-    dpl_adamw rule = adam_rule(opt->o, ++opt->n_updates, rate, scale);
     for (size_t i = 0; i < model->params.n; i++) {
         if (!opt->trains[i]) continue;
         const dpl_param *param = &model->params.list[i];
         const size_t at = param->offset;
-        const float *grad = dpl_model_grad(model, param);
-        float *values = dpl_model_values(model, param);
         uint16_t *copy = model->params.copy ? model->params.copy + at : NULL;
-        rule.decay = opt->decays[i] ? (float)opt->o->adam_weight_decay : 0.0f;
-        if (opt->m)
-            dpl_adamw_step(model->ctx, &rule, grad, param->elems, values, opt->m + at, opt->v + at,
-                           copy);
-        else dpl_sgd_step(model->ctx, rule.lr, rule.grad_scale, grad, param->elems, values, copy);
+        rule.decay = opt->decays[i] ? (float)o->adam_weight_decay : 0.0f;
+        dpl_adamw_step(model->ctx, &rule, dpl_model_grad(model, param), param->elems,
+                       dpl_model_values(model, param), opt->m + at, opt->v + at, copy);
     }
     return norm * scale;
 }

@@ -94,7 +94,7 @@
     X(C, lr_schedule_type, "cosine", "cosine|wsd", "Cosine, or constant with a decay at the end.") \
     X(F, wsd_decay_steps_fraction, "0.1", "0 .. 1", "wsd: part of the schedule that decays.") \
     X(C, wsd_decay_style, "linear", "linear|cosine", "wsd: shape of the decay.") \
-    X(C, opt_type, "adamw", "adamw|adam_pax|sgd", "Optimizer.") \
+    X(C, opt_type, "adamw", "adamw", "Optimizer.") \
     X(F, adam_b1, "0.9", "0 .. 0.999999999", "Decay of the first moment.") \
     X(F, adam_b2, "0.95", "0 .. 0.999999999", "Decay of the second moment.") \
     X(F, adam_eps, "1e-8", "0 ..", "Added to the root of the second moment.") \
@@ -195,7 +195,7 @@ uint64_t dpl_shuffle(uint64_t n, uint64_t seed, uint64_t epoch, uint64_t i);
 typedef struct dpl_optimizer {
     dpl_model *model;
     const dpl_options *o;
-    float *m, *v;          // flat, as params; NULL with sgd
+    float *m, *v;          // flat, as params
     bool *trains, *decays; // (n params)
     double *squares;       // (n params)
     int64_t n_updates;
