@@ -27,9 +27,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes) {
         if (write(fd, header, sizeof header) != sizeof header) abort();
     }
     if (write(fd, data + 1, bytes - 1) != (ssize_t)bytes - 1) abort();
-    const dpl_source_kind kind = choice & 128 ? DPL_SOURCE_TEXT : DPL_SOURCE_BIN;
     dpl_source *source = NULL;
-    if (dpl_source_open(path, kind, width, vocab, &source) == DPL_OK) {
+    if (dpl_source_open(path, choice & 128 ? 1 : width, vocab, &source) == DPL_OK) {
         const size_t n = source->n_tokens;
         int32_t *ids = malloc(n * sizeof *ids);
         dpl_source_read(source, 0, n, ids);

@@ -134,24 +134,21 @@ dpl_status dpl_shards_write(const char *dir, const dpl_st_tensor *tensors, size_
 // uint16, or magic 20240801 and version 7 or 1: uint32; then the token count), or headerless with
 // the width given. A folder stands for its files, sorted by name, recursively; hidden ones are
 // skipped, as are other names than *.bin where shards are wanted.
-typedef enum dpl_source_kind { DPL_SOURCE_TEXT, DPL_SOURCE_BIN } dpl_source_kind;
 typedef struct dpl_source {
     uint64_t n_tokens;
     size_t n_documents;
     uint64_t *documents; // the first token of each; one more: n_tokens
-    dpl_source_kind kind;
-    int bin_width;
+    int token_bytes;
     size_t vocab;
     struct dpl_piece *pieces;
     size_t n_pieces, n_empty, n_other; // n_other: files of a folder that are no shards
 } dpl_source;
-// bin_width: 0 (the header decides), 2 or 4 (headerless). A token >= vocab is an error at open.
-// Empty files are skipped with a notice; a source without any token is an error.
-dpl_status dpl_source_open(const char *path, dpl_source_kind kind, int bin_width, size_t vocab,
+// token_bytes: 1: text; 2, 4: shards without a header; 0: shards whose header decides. A token >=
+// vocab is an error at open. Empty files are skipped with a notice; a source without any token is
+// an error.
+dpl_status dpl_source_open(const char *path, int token_bytes, size_t vocab,
                            dpl_source **source_out);
 void dpl_source_close(dpl_source **source);
 // The document of a token.
 size_t dpl_source_document_of(const dpl_source *source, uint64_t token);
 void dpl_source_read(const dpl_source *source, uint64_t first, size_t n, int32_t *ids);
-// Writes a .bin shard with llm.c's header (uint16 if vocab <= 65536), atomically; n < 2^31.
-dpl_status dpl_bin_write(const char *path, size_t vocab, const int32_t *ids, size_t n);

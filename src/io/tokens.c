@@ -16,16 +16,13 @@
 #define HEADER_BYTES 1024
 #define MAGIC_U16    20240520
 #define MAGIC_U32    20240801
-#define VERSION_U16  1
-#define VERSION_U32  7 // llm.c's own number for this magic; version 1 is read as well
 
 typedef struct dpl_piece {
     uint64_t first; // its first token; stands first, as find_start() wants it
     const uint8_t *data;
-    int width;      // bytes of a token
+    size_t width;   // bytes of a token
     dpl_map map;    // data is in here,
-    uint8_t *block; // or in here: BLOCK_BYTES or one large file
-    size_t block_left;
+    uint8_t *block; // or is this: BLOCK_BYTES or one large file
 } piece;
 
 // Makes room for one more element; the room doubles whenever it is full, at powers of two.
@@ -40,7 +37,7 @@ static dpl_status grow(void *array, size_t n, size_t size) {
     return DPL_OK;
 }
 
-static uint32_t load_token(const uint8_t *data, int width, size_t i) {
+static uint32_t load_token(const uint8_t *data, size_t width, size_t i) {
     uint16_t v16;
     uint32_t v32;
     if (width == 1) return data[i];
@@ -50,80 +47,72 @@ static uint32_t load_token(const uint8_t *data, int width, size_t i) {
 
 /* ---- adding files --------------------------------------------------------------------------- */
 // Finds a shard's width, unless it is given, and where its tokens start.
-static dpl_status bin_layout(const char *path, const dpl_map *map, int *width, size_t *offset) {
-    uint32_t head[3] = {0};
+static dpl_status bin_layout(const char *path, const dpl_map *map, size_t *width, size_t *offset) {
+    uint32_t head[3] = {0}; // magic, version, number of tokens
     memcpy(head, map->data, DPL_MIN(map->bytes, sizeof head));
     const bool magic = map->bytes >= HEADER_BYTES && (head[0] == MAGIC_U16 || head[0] == MAGIC_U32);
-    const size_t half = *width ? map->bytes % (size_t)*width : 0;
-    if (*width && magic)
-        return dpl_fail(DPL_EFORMAT, "%s: byte 0: a header; leave the width out", path);
-    if (half) return dpl_fail(DPL_EFORMAT, "%s: byte %zu: half a token", path, map->bytes - half);
-    if (*width) return DPL_OK;
-    if (!magic)
-        return dpl_fail(DPL_EFORMAT, "%s: byte 0: no token header (%d or %d), and no width given",
-                        path, MAGIC_U16, MAGIC_U32);
-    const uint32_t version = head[0] == MAGIC_U16 ? VERSION_U16 : VERSION_U32;
-    if (head[1] != version && head[1] != 1)
-        return dpl_fail(DPL_EFORMAT, "%s: byte 4: version %u, expected %u", path, head[1], version);
+    if (*width) {
+        const size_t half = map->bytes % *width;
+        DPL_EXPECT(!magic, DPL_EFORMAT, "%s: byte 0: a header; leave the width out", path);
+        DPL_EXPECT(!half, DPL_EFORMAT, "%s: byte %zu: half a token", path, map->bytes - half);
+        return DPL_OK;
+    }
+    DPL_EXPECT(magic, DPL_EFORMAT, "%s: byte 0: no token header (%d or %d), and no width given",
+               path, MAGIC_U16, MAGIC_U32);
+    // Version 7 is llm.c's own for the wide tokens; version 1 is read as well.
+    const uint32_t version = head[0] == MAGIC_U16 ? 1 : 7;
+    DPL_EXPECT(head[1] == version || head[1] == 1, DPL_EFORMAT,
+               "%s: byte 4: version %u, expected %u", path, head[1], version);
     *width = head[0] == MAGIC_U16 ? 2 : 4;
     *offset = HEADER_BYTES;
-    if (head[2] > INT32_MAX || map->bytes - HEADER_BYTES != (size_t)head[2] * (size_t)*width)
-        return dpl_fail(DPL_EFORMAT, "%s: byte 8: %u tokens of %d bytes in a file of %zu bytes",
-                        path, head[2], *width, map->bytes);
+    DPL_EXPECT(head[2] <= INT32_MAX && map->bytes - HEADER_BYTES == head[2] * *width, DPL_EFORMAT,
+               "%s: byte 8: %u tokens of %zu bytes in a file of %zu bytes", path, head[2], *width,
+               map->bytes);
     return DPL_OK;
 }
 
-static piece *add_piece(dpl_source *source, int width, const uint8_t *data) {
-    if (grow(&source->pieces, source->n_pieces, sizeof(piece)) != DPL_OK) return NULL;
-    piece *p = &source->pieces[source->n_pieces++];
-    *p = (piece){.first = source->n_tokens, .data = data, .width = width};
-    return p;
-}
-
-// Copies a small file behind the last one's bytes, or into a new block. A block has one width.
-static dpl_status add_copy(dpl_source *source, const uint8_t *data, size_t bytes, int width) {
-    piece *last = source->n_pieces > 0 ? &source->pieces[source->n_pieces - 1] : NULL;
-    if (!last || last->width != width || last->block_left < bytes) {
-        const size_t block_bytes = DPL_MAX(bytes, BLOCK_BYTES);
-        if (!(last = add_piece(source, width, NULL))) return DPL_ENOMEM;
-        last->data = last->block = dpl_alloc(block_bytes);
-        last->block_left = block_bytes;
-        if (!last->block)
-            return dpl_fail(DPL_ENOMEM, "no memory for a block of %zu bytes", block_bytes);
+// Keeps a file's tokens: copies a small file behind the last one's, or into a new block, and takes
+// the map of a larger one over (and empties it).
+static dpl_status keep(dpl_source *source, const uint8_t *data, size_t bytes, size_t width,
+                       dpl_map *map) {
+    const bool copy = bytes < SMALL_BYTES || source->n_pieces >= MAPPINGS_MAX;
+    piece *p = source->n_pieces > 0 ? &source->pieces[source->n_pieces - 1] : NULL;
+    const bool room = copy && p && p->block && p->width == width &&
+                      (source->n_tokens - p->first) * width + bytes <= BLOCK_BYTES;
+    if (!room) {
+        DPL_TRY(grow(&source->pieces, source->n_pieces, sizeof(piece)));
+        p = &source->pieces[source->n_pieces];
+        *p = (piece){.first = source->n_tokens, .data = data, .width = width};
+        if (copy) {
+            p->data = p->block = dpl_alloc(DPL_MAX(bytes, BLOCK_BYTES));
+            DPL_EXPECT(p->block, DPL_ENOMEM, "no memory for a block of %zu bytes", bytes);
+        } else {
+            p->map = *map;
+            *map = (dpl_map){NULL, 0};
+        }
+        source->n_pieces++;
     }
-    memcpy(last->block + (source->n_tokens - last->first) * (uint64_t)width, data, bytes);
-    last->block_left -= bytes;
+    if (copy) memcpy(p->block + (source->n_tokens - p->first) * width, data, bytes);
     return DPL_OK;
 }
 
-// Takes `map` over if it is kept (and empties it then).
 static dpl_status add_data(dpl_source *source, const char *path, dpl_map *map) {
-    int width = source->kind == DPL_SOURCE_TEXT ? 1 : source->bin_width;
-    size_t offset = 0;
-    if (source->kind == DPL_SOURCE_BIN && map->bytes > 0)
-        DPL_TRY(bin_layout(path, map, &width, &offset));
+    size_t width = (size_t)source->token_bytes, offset = 0;
+    if (width != 1 && map->bytes > 0) DPL_TRY(bin_layout(path, map, &width, &offset));
     const uint8_t *data = map->data + offset;
     const size_t bytes = map->bytes - offset;
     if (bytes == 0) {
         if (source->n_empty++ == 0) dpl_log("note: %s is empty and skipped", path);
         return DPL_OK;
     }
-    const size_t n = bytes / (size_t)width;
+    const size_t n = bytes / width;
     const bool all_fit = width < 4 && source->vocab >= (size_t)1 << (8 * width);
-    size_t bad = all_fit ? n : 0;
-    while (bad < n && load_token(data, width, bad) < source->vocab) bad++;
-    if (bad < n)
-        return dpl_fail(DPL_EFORMAT, "%s: byte %zu: token %u, but the vocabulary has %zu", path,
-                        offset + bad * (size_t)width, load_token(data, width, bad), source->vocab);
+    size_t good = all_fit ? n : 0;
+    while (good < n && load_token(data, width, good) < source->vocab) good++;
+    DPL_EXPECT(good == n, DPL_EFORMAT, "%s: byte %zu: token %u, but the vocabulary has %zu", path,
+               offset + good * width, load_token(data, width, good), source->vocab);
     DPL_TRY(grow(&source->documents, source->n_documents + 1, sizeof *source->documents));
-    if (bytes < SMALL_BYTES || source->n_pieces >= MAPPINGS_MAX) {
-        DPL_TRY(add_copy(source, data, bytes, width));
-    } else {
-        piece *p = add_piece(source, width, data);
-        if (!p) return DPL_ENOMEM;
-        p->map = *map;
-        *map = (dpl_map){NULL, 0};
-    }
+    DPL_TRY(keep(source, data, bytes, width, map));
     source->n_tokens += n;
     source->documents[++source->n_documents] = source->n_tokens;
     return DPL_OK;
@@ -160,7 +149,7 @@ static dpl_status add_path(dpl_source *source, char *path, const folder *parent)
     const size_t path_bytes = strlen(path);
     if (!S_ISDIR(st.st_mode)) {
         const bool bin = path_bytes > 4 && !strcmp(path + path_bytes - 4, ".bin");
-        if (!parent || source->kind == DPL_SOURCE_TEXT || bin) return add_file(source, path);
+        if (!parent || source->token_bytes == 1 || bin) return add_file(source, path);
         if (source->n_other++ == 0) dpl_log("note: %s is no .bin file and skipped", path);
         return DPL_OK;
     }
@@ -183,18 +172,17 @@ static dpl_status add_path(dpl_source *source, char *path, const folder *parent)
 }
 
 /* ---- the source ----------------------------------------------------------------------------- */
-dpl_status dpl_source_open(const char *path, dpl_source_kind kind, int bin_width, size_t vocab,
+dpl_status dpl_source_open(const char *path, int token_bytes, size_t vocab,
                            dpl_source **source_out) {
     char walk[PATH_MAX];
-    if (kind == DPL_SOURCE_BIN && bin_width != 0 && bin_width != 2 && bin_width != 4)
-        return dpl_fail(DPL_EINVAL, "token width %d, expected 2 or 4, or 0 for the header's",
-                        bin_width);
-    if (vocab < 1 || vocab > INT32_MAX)
-        return dpl_fail(DPL_EINVAL, "vocabulary of %zu, expected 1 to %d", vocab, INT32_MAX);
+    DPL_CHECK(token_bytes >= 0 && token_bytes <= 4 && token_bytes != 3,
+              "token width %d, expected 2 or 4, or 0 for the header's", token_bytes);
+    DPL_CHECK(vocab >= 1 && vocab <= INT32_MAX, "vocabulary of %zu, expected 1 to %d", vocab,
+              INT32_MAX);
     DPL_TRY(dpl_path_join("", path, walk));
     dpl_source *source = dpl_alloc(sizeof *source);
     if (!source) return dpl_fail(DPL_ENOMEM, "no memory to open %s", path);
-    *source = (dpl_source){.kind = kind, .bin_width = bin_width, .vocab = vocab};
+    *source = (dpl_source){.token_bytes = token_bytes, .vocab = vocab};
     dpl_status status = grow(&source->documents, 0, sizeof *source->documents);
     if (status == DPL_OK) status = add_path(source, walk, NULL);
     if (status == DPL_OK && source->n_tokens == 0)
@@ -242,31 +230,10 @@ void dpl_source_read(const dpl_source *source, uint64_t first, size_t n, int32_t
         const piece *p = &source->pieces[i];
         const uint64_t end = i + 1 < source->n_pieces ? p[1].first : source->n_tokens;
         const size_t n_here = (size_t)DPL_MIN((uint64_t)n, end - first);
-        const uint8_t *data = p->data + (size_t)(first - p->first) * (size_t)p->width;
+        const uint8_t *data = p->data + (first - p->first) * p->width;
         for (size_t j = 0; j < n_here; j++) ids[j] = (int32_t)load_token(data, p->width, j);
         first += n_here;
         ids += n_here;
         n -= n_here;
     }
-}
-
-dpl_status dpl_bin_write(const char *path, size_t vocab, const int32_t *ids, size_t n) {
-    if (n > INT32_MAX)
-        return dpl_fail(DPL_EINVAL, "%s: %zu tokens; a shard holds at most %d", path, n, INT32_MAX);
-    const size_t width = vocab <= 65536 ? 2 : 4, bytes = HEADER_BYTES + n * width;
-    const uint32_t header[3] = {width == 2 ? MAGIC_U16 : MAGIC_U32,
-                                width == 2 ? VERSION_U16 : VERSION_U32, (uint32_t)n};
-    uint8_t *file = dpl_alloc(bytes);
-    if (!file) return dpl_fail(DPL_ENOMEM, "no memory to write %s", path);
-    memcpy(file, header, sizeof header);
-    dpl_status status = DPL_OK;
-    for (size_t i = 0; i < n && status == DPL_OK; i++) {
-        memcpy(file + HEADER_BYTES + i * width, &ids[i], width); // The low bytes come first.
-        if (ids[i] < 0 || (size_t)ids[i] >= vocab)
-            status = dpl_fail(DPL_EINVAL, "%s: token %zu is %d, but the vocabulary has %zu", path,
-                              i, ids[i], vocab);
-    }
-    if (status == DPL_OK) status = dpl_write_file(path, file, bytes);
-    dpl_free(file);
-    return status;
 }

@@ -224,13 +224,12 @@ static dpl_status read_batch(const char *path, size_t n_batch, size_t n_seq, siz
 /* ---- open and close ---- */
 static dpl_status open_streams(dpl_data *data, size_t vocab) {
     const dpl_options *o = data->o;
-    const dpl_source_kind kind = dpl_is(o->dataset_type, "text") ? DPL_SOURCE_TEXT : DPL_SOURCE_BIN;
-    const int width = (int)o->dataset_token_bytes;
-    DPL_TRY(dpl_source_open(o->dataset_path, kind, width, vocab, &data->source));
+    const int width = dpl_is(o->dataset_type, "text") ? 1 : (int)o->dataset_token_bytes;
+    DPL_TRY(dpl_source_open(o->dataset_path, width, vocab, &data->source));
     const uint64_t n = data->source->n_tokens;
     uint64_t n_train = n - (uint64_t)((double)n * o->eval_split_fraction);
     if (o->eval_dataset_path[0]) {
-        DPL_TRY(dpl_source_open(o->eval_dataset_path, kind, width, vocab, &data->eval_source));
+        DPL_TRY(dpl_source_open(o->eval_dataset_path, width, vocab, &data->eval_source));
         const uint64_t n_eval = data->eval_source->n_tokens;
         DPL_TRY(open_set(o, data->eval_source, 0, n_eval, &data->eval));
         n_train = n;
