@@ -22,8 +22,6 @@ void dpl_pack_rows(dpl_ctx *ctx, const float *rows, size_t n, size_t k, dpl_dtyp
                    float *panels, void *packed);
 
 /* ---- path.c ---- */
-// The model directory of PATH, PATH_MAX bytes; a checkpoint is verified.
-dpl_status dpl_api_resolve(const char *path, char *dir_out);
 dpl_status dpl_api_apply(dpl_config *config, const char *const *settings, size_t n_settings);
 // Defaults with this dtype, and with `max_target_length` cut to the positions of the model.
 dpl_status dpl_api_defaults(const dpl_model_config *model, dpl_dtype dtype,

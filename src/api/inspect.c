@@ -2,7 +2,7 @@
 //
 // Everything is put into one JSON object; the lines for people are made from the same object, so
 // that the two cannot differ. Weights are never read, except for a checkpoint's checksums.
-#include <stdarg.h>
+#include <fnmatch.h>
 #include <stdlib.h>
 
 #include "api/api.h"
@@ -20,37 +20,25 @@ void dpl_text_close(char **text) {
     *text = NULL;
 }
 
-static bool ends_with(const char *text, const char *tail) {
-    const size_t n = strlen(text), n_tail = strlen(tail);
-    return n >= n_tail && !strcmp(text + n - n_tail, tail);
-}
-
 /* ---- finding the subject ---- */
-static dpl_status open_json(const char *path, subject *s) {
-    json_t *object;
-    DPL_TRY(dpl_json_read(path, &object));
-    dpl_status status = dpl_model_config_from_json(object, &s->sizes);
-    const json_t *dtype = json_object_get(object, "dtype");
-    const char *name = json_string_value(dtype ? dtype : json_object_get(object, "torch_dtype"));
-    const bool bf16 = name && dpl_is(name, "bfloat16");
-    json_decref(object);
-    if (status != DPL_OK) return dpl_fail_in(status, "%s", path);
-    return dpl_api_defaults(&s->sizes, bf16 ? DPL_BF16 : DPL_F32, &s->config);
-}
-
 static dpl_status open_dir(const char *path, subject *s) {
-    DPL_TRY(dpl_api_resolve(path, s->dir));
-    if (ends_with(s->dir, "/.")) s->dir[strlen(s->dir) - 2] = '\0';
+    DPL_TRY(dpl_checkpoint_resolve(path, s->dir));
+    s->dir[strlen(s->dir) - 1] = '\0'; // the slash at its end
     s->kind = dpl_has_file(s->dir, "manifest.json") ? "checkpoint" : "model";
     DPL_TRY(dpl_config_open_model(path, &s->config));
     return dpl_model_read_config(s->dir, &s->sizes, NULL);
 }
 
+static dpl_status open_json(const char *path, subject *s) {
+    dpl_dtype dtype;
+    DPL_TRY(dpl_model_read_config(path, &s->sizes, &dtype));
+    return dpl_api_defaults(&s->sizes, dtype, &s->config);
+}
+
 static dpl_status open_subject(const char *path, const char *const *settings, size_t n_settings,
                                subject *s) {
-    if (!dpl_path_exists(path)) return dpl_fail(DPL_EIO, "cannot find %s: %m", path);
-    s->kind = "configuration";
-    const bool dir = dpl_path_is_dir(path), json = ends_with(path, ".json");
+    DPL_EXPECT(dpl_path_exists(path), DPL_EIO, "cannot find %s: %m", path);
+    const bool dir = dpl_path_is_dir(path), json = fnmatch("*.json", path, 0) == 0;
     DPL_TRY(dir    ? open_dir(path, s)
             : json ? open_json(path, s)
                    : dpl_config_open(path, &s->config));
@@ -59,17 +47,6 @@ static dpl_status open_subject(const char *path, const char *const *settings, si
 }
 
 /* ---- the object ---- */
-// An object of whole numbers: key, uint64_t, key, uint64_t, ..., NULL.
-static json_t *numbers(const char *key, ...) {
-    json_t *object = json_object();
-    va_list list;
-    va_start(list, key);
-    for (; key; key = va_arg(list, const char *))
-        json_object_set_new(object, key, json_integer((json_int_t)va_arg(list, uint64_t)));
-    va_end(list);
-    return object;
-}
-
 static json_t *parameters(const dpl_model_config *c, const dpl_model_info *info) {
     const uint64_t d = c->d, n_moe = c->n_layers - c->n_dense, expert = 3 * d * c->moe_f;
     const uint64_t qk = c->n_heads * (c->d_nope + c->d_rope), kv_a = c->kv_lora + c->d_rope;
@@ -78,52 +55,48 @@ static json_t *parameters(const dpl_model_config *c, const dpl_model_info *info)
     const uint64_t biases = c->attention_bias ? c->q_lora + kv_a + d : 0;
     const uint64_t norms = c->n_layers * (2 * d + c->q_lora + c->kv_lora) + d;
     // Each part is counted by itself: a test compares their sum with the total.
-    return numbers("total", info->n_params, "active_per_token", info->n_active_params,
-                   "embedding_and_head", c->vocab * d * (c->tied ? 1 : 2), "attention",
-                   c->n_layers * (query + kv + out + biases), "norms", norms, "dense_mlp",
-                   c->n_dense * 3 * d * c->mlp_f, "router", n_moe * d * c->n_experts, "experts",
-                   n_moe * c->n_experts * expert, "shared_experts", n_moe * c->n_shared * expert,
-                   "multi_token_prediction", info->n_mtp_params, NULL);
+    return json_pack("{s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I}", "total", info->n_params,
+                     "active_per_token", info->n_active_params, "embedding_and_head",
+                     c->vocab * d * (c->tied ? 1 : 2), "attention",
+                     c->n_layers * (query + kv + out + biases), "norms", norms, "dense_mlp",
+                     c->n_dense * 3 * d * c->mlp_f, "router", n_moe * d * c->n_experts, "experts",
+                     n_moe * c->n_experts * expert, "shared_experts", n_moe * c->n_shared * expert,
+                     "multi_token_prediction", info->n_mtp_params);
 }
 
-static json_t *sizes(const dpl_model_info *m) {
-    return numbers("layers", m->n_layers, "dense_layers", m->n_dense_layers, "multi_token_layers",
-                   m->n_mtp_layers, "width", m->width, "heads", m->n_heads, "vocabulary", m->vocab,
-                   "experts", m->n_experts, "experts_per_token", m->n_experts_per_token,
-                   "shared_experts", m->n_shared_experts, "positions", m->positions_max, NULL);
+static json_t *sizes(const dpl_model_config *c) {
+    return json_pack("{s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I}", "layers", c->n_layers,
+                     "dense_layers", c->n_dense, "multi_token_layers", c->n_mtp, "width", c->d,
+                     "heads", c->n_heads, "vocabulary", c->vocab, "experts", c->n_experts,
+                     "experts_per_token", c->top_k, "shared_experts", c->n_shared, "positions",
+                     c->max_positions);
 }
 
 static json_t *memory(const dpl_model_config *c, const dpl_model_info *info, bool bf16) {
     const uint64_t n = info->n_params + info->n_mtp_params, copy = bf16 ? 2 * n : 0;
     const uint64_t n_bias = (c->n_layers - c->n_dense + c->n_mtp) * c->n_experts * c->routed_bias;
-    return numbers("weights_bytes", 4 * (n + n_bias), "compute_copy_bytes", copy, "gradients_bytes",
-                   4 * n, "moments_bytes", 8 * n, "training_bytes_without_activations",
-                   16 * n + copy + 4 * n_bias, "generation_cache_bytes_per_token",
-                   info->cache_bytes_per_token, NULL);
+    return json_pack("{s:I, s:I, s:I, s:I, s:I, s:I}", "weights_bytes", 4 * (n + n_bias),
+                     "compute_copy_bytes", copy, "gradients_bytes", 4 * n, "moments_bytes", 8 * n,
+                     "training_bytes_without_activations", 16 * n + copy + 4 * n_bias,
+                     "generation_cache_bytes_per_token", info->cache_bytes_per_token);
 }
 
-static dpl_status add_files(const subject *s, json_t *object) {
-    dpl_st_file *weights;
-    DPL_TRY(dpl_st_open(s->dir, &weights));
-    const size_t n = weights->n_tensors;
-    uint64_t n_bytes[DPL_ST_N] = {0}, all = 0;
-    for (size_t i = 0; i < n; i++) {
+static void add(json_t *object, const char *key, uint64_t n) {
+    const json_int_t before = json_integer_value(json_object_get(object, key));
+    json_object_set_new(object, key, json_integer(before + (json_int_t)n));
+}
+
+// All bytes, and those of each type.
+static json_t *files(const dpl_st_file *weights) {
+    json_t *object = json_pack("{s:I, s:i}", "tensors", weights->n_tensors, "bytes", 0);
+    for (size_t i = 0; i < weights->n_tensors; i++) {
         const dpl_st_tensor *t = &weights->tensors[i];
-        n_bytes[t->dtype] += t->bytes;
-        all += t->bytes;
-    }
-    dpl_st_close(&weights);
-    json_t *files = numbers("tensors", (uint64_t)n, "bytes", all, NULL);
-    for (int i = 0; i < DPL_ST_N; i++) {
         char key[32];
-        snprintf(key, sizeof key, "%s_bytes", dpl_st_dtype_name((dpl_st_dtype)i));
-        if (n_bytes[i]) json_object_set_new(files, key, json_integer((json_int_t)n_bytes[i]));
+        snprintf(key, sizeof key, "%s_bytes", dpl_st_dtype_name(t->dtype));
+        add(object, "bytes", t->bytes);
+        add(object, key, t->bytes);
     }
-    json_object_set_new(object, "files", files);
-    // Finding a checkpoint verifies it, or fails.
-    if (dpl_is(s->kind, "checkpoint"))
-        json_object_set_new(object, "checksums", json_string("verified"));
-    return DPL_OK;
+    return object;
 }
 
 // The object is the caller's, on failure too.
@@ -131,18 +104,26 @@ static dpl_status describe(const char *path, const subject *s, unsigned flags,
                            json_t **object_out) {
     const dpl_dtype dtype = dpl_options_dtype(&s->config->o);
     const size_t n_seq = (size_t)s->config->o.max_target_length;
+    const bool in_dir = s->dir[0] != '\0';
+    dpl_st_file *weights;
     dpl_model_info info;
     DPL_TRY(dpl_model_config_check(&s->sizes));
     dpl_api_describe(&s->sizes, dtype, &info);
     json_t *object = *object_out = json_pack(
-        "{s:s, s:o*, s:s, s:s, s:o, s:o, s:I, s:f}", "kind", s->kind, "path",
-        json_string(s->dir[0] ? s->dir : path), "family", info.family, "compute_dtype", info.dtype,
-        "sizes", sizes(&info), "parameters", parameters(&s->sizes, &info), "sequence",
-        (json_int_t)n_seq, "training_flops_per_token",
+        "{s:s, s:s, s:s, s:s, s:o, s:o, s:I, s:f}", "kind", s->kind, "path", in_dir ? s->dir : path,
+        "family", info.family, "compute_dtype", info.dtype, "sizes", sizes(&s->sizes), "parameters",
+        parameters(&s->sizes, &info), "sequence", n_seq, "training_flops_per_token",
         dpl_model_flops(&s->sizes, 1, n_seq) / (double)n_seq);
     if (flags & DPL_INSPECT_MEMORY)
         json_object_set_new(object, "memory", memory(&s->sizes, &info, dtype == DPL_BF16));
-    return s->dir[0] ? add_files(s, object) : DPL_OK;
+    if (!in_dir) return DPL_OK;
+    DPL_TRY(dpl_st_open(s->dir, &weights));
+    json_object_set_new(object, "files", files(weights));
+    dpl_st_close(&weights);
+    // Finding a checkpoint verifies it, or fails.
+    if (dpl_is(s->kind, "checkpoint"))
+        json_object_set_new(object, "checksums", json_string("verified"));
+    return DPL_OK;
 }
 
 /* ---- as text ---- */
@@ -179,23 +160,20 @@ static void print_lines(FILE *out, json_t *object, int indent) {
 }
 
 static dpl_status print(json_t *object, unsigned flags, char **text_out) {
-    char *made = NULL, *text = NULL;
+    char *text = NULL;
     size_t bytes;
-    FILE *out = object ? open_memstream(&made, &bytes) : NULL;
+    FILE *out = object ? open_memstream(&text, &bytes) : NULL;
     if (out && flags & DPL_INSPECT_JSON)
         json_dumpf(object, out, JSON_COMPACT | JSON_REAL_PRECISION(17));
     else if (out) print_lines(out, object, 0);
-    if (out && fclose(out) == 0) text = dpl_strdup(made);
-    free(made);
-    if (!text) return dpl_fail(DPL_ENOMEM, "no memory for the description");
-    *text_out = text;
-    return DPL_OK;
+    if (out && fclose(out) == 0) *text_out = text;
+    return out ? DPL_OK : dpl_fail(DPL_ENOMEM, "no memory for the description");
 }
 
 dpl_status dpl_inspect(const char *path, const char *const *settings, size_t n_settings,
                        unsigned flags, char **text_out) {
     DPL_NEED(path && text_out && (settings || !n_settings));
-    subject s = {0};
+    subject s = {.kind = "configuration"};
     json_t *object = NULL;
     dpl_status status = open_subject(path, settings, n_settings, &s);
     if (status == DPL_OK) status = describe(path, &s, flags, &object);

@@ -24,7 +24,7 @@ dpl_status dpl_model_open(dpl_ctx *ctx, const char *path, const dpl_config *conf
     DPL_CHECK(ctx && model_out, "a context and a place for the model are needed");
     DPL_CHECK(path || config, "neither a path nor a configuration was given");
     if (path) {
-        DPL_TRY(dpl_api_resolve(path, dir));
+        DPL_TRY(dpl_checkpoint_resolve(path, dir));
         DPL_TRY(dpl_model_read_config(dir, &sizes, &dtype));
     } else {
         DPL_TRY(dpl_config_model(config, &sizes));
@@ -52,17 +52,14 @@ void dpl_model_close(dpl_model **model) {
 
 /* ---- sizes ---- */
 void dpl_api_describe(const dpl_model_config *c, dpl_dtype dtype, dpl_model_info *info) {
-    // An MTP layer is an MoE layer, two norms before its projection (D, 2D), and the norm after it.
-    dpl_model_config more = *c;
-    more.n_layers++;
     const uint64_t all = dpl_model_param_count(c), active = dpl_model_active_param_count(c);
-    const uint64_t mtp = dpl_model_param_count(&more) - all + 2 * c->d * c->d + 3 * c->d;
+    const uint64_t with_mtp = (uint64_t)dpl_params_count(c, true, c->n_experts, false);
     const size_t most = c->max_positions, cache = c->n_layers * (c->kv_lora + c->d_rope);
     // clang-format off
     *info = (dpl_model_info){sizeof *info, "deepseek_v3", dpl_api_dtype_name(dtype),
                              c->vocab, c->d, c->n_heads, c->n_layers, c->n_dense, c->n_mtp,
                              c->n_experts, c->top_k, c->n_shared, most, all, active,
-                             c->n_mtp * mtp, dpl_model_flops(c, 1, most) / (double)most,
+                             with_mtp - all, dpl_model_flops(c, 1, most) / (double)most,
                              cache * sizeof(float)};
     // clang-format on
 }

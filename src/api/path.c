@@ -5,19 +5,6 @@
 
 #include "api/api.h"
 
-dpl_status dpl_api_resolve(const char *path, char *dir_out) {
-    char dir[PATH_MAX];
-    DPL_CHECK(*path, "the path of the model is empty");
-    if (!dpl_path_exists(path)) return dpl_fail(DPL_EIO, "cannot find the model %s: %m", path);
-    const dpl_status status = dpl_checkpoint_resolve(path, dir);
-    // The argument is in order; what should be there is missing.
-    if (status != DPL_OK) return status == DPL_EINVAL ? DPL_EIO : status;
-    if (!dpl_has_file(dir, "config.json"))
-        return dpl_fail(DPL_EIO, "%s is no model: expected config.json or checkpoints in it", path);
-    memcpy(dir_out, dir, sizeof dir);
-    return DPL_OK;
-}
-
 dpl_status dpl_api_apply(dpl_config *config, const char *const *settings, size_t n_settings) {
     for (size_t i = 0; i < n_settings; i++) DPL_TRY(dpl_config_set(config, settings[i]));
     return DPL_OK;
@@ -58,7 +45,7 @@ dpl_status dpl_config_open_model(const char *path, dpl_config **config_out) {
         DPL_TRY(dpl_path_join(dir, "config.yml", dir));
         return dpl_config_open(dir, config_out);
     }
-    DPL_TRY(dpl_api_resolve(path, dir));
+    DPL_TRY(dpl_checkpoint_resolve(path, dir));
     DPL_TRY(dpl_model_read_config(dir, &model, &dtype));
     return dpl_api_defaults(&model, dtype, config_out);
 }

@@ -39,6 +39,11 @@ void dpl_model_config_init(dpl_model_config *config);
 dpl_status dpl_model_config_check(const dpl_model_config *config);
 dpl_status dpl_model_config_from_json(const json_t *object, dpl_model_config *config_out);
 json_t *dpl_model_config_to_json(const dpl_model_config *config, dpl_dtype dtype); // new reference
+// The field of an option's key as a number; names_out: what 0 and 1 stand for, NULL: themselves.
+// False: the key is of no field. And from the option's text, which is a good one.
+bool dpl_model_config_get(const dpl_model_config *config, const char *key, double *value_out,
+                          const char *const **names_out);
+void dpl_model_config_put(dpl_model_config *config, const char *key, const char *text);
 bool dpl_model_layer_is_moe(const dpl_model_config *config, size_t layer); // MTP layers included
 // Trainable parameters without MTP; those of a token: without the E - K experts that it leaves out.
 uint64_t dpl_model_param_count(const dpl_model_config *config);
@@ -221,8 +226,8 @@ void dpl_param_name(const dpl_model *model, const dpl_param *param, char *text, 
 dpl_status dpl_model_load(dpl_model *model, const char *dir);
 // Into an existing folder.
 dpl_status dpl_model_save(dpl_model *model, const char *dir, dpl_dtype dtype, size_t shard_bytes);
-// dtype_out NULL: not wanted.
-dpl_status dpl_model_read_config(const char *dir, dpl_model_config *config_out,
+// Of a model directory, or a file like its config.json. dtype_out NULL: not wanted.
+dpl_status dpl_model_read_config(const char *at, dpl_model_config *config_out,
                                  dpl_dtype *dtype_out);
 // Flat arrays (moments) in one file, under disk names behind a prefix for each array.
 dpl_status dpl_model_save_flat(dpl_model *model, const char *path, const char *const *prefixes,

@@ -10,10 +10,11 @@
 #include "io/io.h"
 #include "model/model.h"
 
-dpl_status dpl_model_read_config(const char *dir, dpl_model_config *config_out,
+dpl_status dpl_model_read_config(const char *at, dpl_model_config *config_out,
                                  dpl_dtype *dtype_out) {
     char path[PATH_MAX];
-    DPL_TRY(dpl_path_join(dir, "config.json", path));
+    DPL_TRY(dpl_path_join(at, "config.json", path));
+    if (dpl_path_exists(at) && !dpl_path_is_dir(at)) strcpy(path, at);
     json_t *object;
     DPL_TRY(dpl_json_read(path, &object));
     const dpl_status status = dpl_model_config_from_json(object, config_out);

@@ -183,14 +183,18 @@ dpl_status dpl_checkpoint_newest(const char *run_dir, bool clean, char *dir_out)
 
 dpl_status dpl_checkpoint_resolve(const char *path, char *dir_out) {
     char dir[PATH_MAX];
+    DPL_CHECK(*path, "the path of the model is empty");
+    DPL_EXPECT(dpl_path_exists(path), DPL_EIO, "cannot find the model %s: %m", path);
     if (dpl_has_file(path, MANIFEST)) {
         DPL_TRY(dpl_checkpoint_verify(path));
     } else if (dpl_has_file(path, "checkpoints/.")) { // a folder
         DPL_TRY(dpl_checkpoint_newest(path, false, dir));
-        DPL_CHECK(dir[0], "%s: the run has no checkpoint", path);
+        DPL_EXPECT(dir[0], DPL_EIO, "%s: the run has no checkpoint", path);
         path = dir;
     }
-    return dpl_path_join(path, ".", dir_out);
+    DPL_EXPECT(dpl_has_file(path, "config.json"), DPL_EIO,
+               "%s is no model: expected config.json or checkpoints in it", path);
+    return dpl_path_join(path, "", dir_out);
 }
 
 /* ---- the trainer's state ---- */

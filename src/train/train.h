@@ -242,7 +242,7 @@ bool dpl_has_file(const char *dir, const char *name);            // or folder
 // The newest checkpoint of a run directory, verified; "" if none. A damaged one is an error
 // that names the newest good one before it. What a killed process left is removed if `clean`.
 dpl_status dpl_checkpoint_newest(const char *run_dir, bool clean, char *dir_out);
-// PATH of the command line: a run directory stands for its newest checkpoint.
+// The model directory of PATH (dropless.h), with a slash at its end; a checkpoint is verified.
 dpl_status dpl_checkpoint_resolve(const char *path, char *dir_out);
 
 /* ---- metrics (metrics.c) ---- */
