@@ -8,64 +8,22 @@
 
 #include "train/train.h"
 
-// WHOLE: a double from an integer. Names of what false and true stand for begin with FLAG's.
-typedef enum field_kind { SIZE, NUMBER, WHOLE, FLAG, SCORE, ROPE } field_kind;
-static const char *const names[][2] = {
-    {"false", "true"}, {"softmax", "sigmoid"}, {"default", "yarn"}};
-_Static_assert(sizeof(size_t) == 8 && sizeof(double) == 8, "fields are copied as 8 bytes");
-typedef struct model_key {
-    const char *key;
-    dpl_option_id id;
-    field_kind kind;
-    size_t option, field; // offsets
-} model_key;
-
-// clang-format off
-#define KEY(key, kind, field) \
-    {#key, DPL_OPT_##key, kind, offsetof(dpl_options, key), offsetof(dpl_model_config, field)}
-static const model_key model_keys[] = {
-    KEY(vocab_size, SIZE, vocab), KEY(base_emb_dim, SIZE, d),
-    KEY(base_num_decoder_layers, SIZE, n_layers), KEY(first_num_dense_layers, SIZE, n_dense),
-    KEY(base_mlp_dim, SIZE, mlp_f), KEY(base_moe_mlp_dim, SIZE, moe_f),
-    KEY(num_experts, SIZE, n_experts), KEY(num_experts_per_tok, SIZE, top_k),
-    KEY(shared_experts, SIZE, n_shared), KEY(n_routing_groups, SIZE, n_groups),
-    KEY(topk_routing_group, SIZE, top_groups), KEY(mtp_num_layers, SIZE, n_mtp),
-    KEY(base_num_query_heads, SIZE, n_heads), KEY(q_lora_rank, SIZE, q_lora),
-    KEY(kv_lora_rank, SIZE, kv_lora), KEY(qk_nope_head_dim, SIZE, d_nope),
-    KEY(qk_rope_head_dim, SIZE, d_rope), KEY(v_head_dim, SIZE, d_v),
-    KEY(max_position_embeddings, SIZE, max_positions),
-    KEY(routed_scaling_factor, NUMBER, routed_scale), KEY(normalization_layer_epsilon, NUMBER, eps),
-    KEY(routed_bias, FLAG, routed_bias), KEY(norm_topk_prob, FLAG, norm_topk),
-    KEY(logits_via_embedding, FLAG, tied), KEY(rope_interleave, FLAG, rope_interleave),
-    KEY(routed_score_func, SCORE, sigmoid), KEY(rope_max_timescale, NUMBER, rope.theta),
-    KEY(rope_type, ROPE, rope.yarn), // what follows has a meaning only with yarn
-    KEY(rope_factor, NUMBER, rope.factor), KEY(beta_fast, NUMBER, rope.beta_fast),
-    KEY(beta_slow, NUMBER, rope.beta_slow), KEY(rope_truncate, FLAG, rope.truncate),
-    KEY(original_max_position_embeddings, WHOLE, rope.original_positions),
-    KEY(mscale, NUMBER, rope.mscale),
-};
+#define KEY(kind, key, ...) #key,
+static const char *const keys[] = {DPL_OPTION_MAP(KEY)};
 #undef KEY
-// clang-format on
 
-static void fill_field(const model_key *key, const dpl_options *o, dpl_model_config *c) {
-    const void *from = (const uint8_t *)o + key->option;
-    void *to = (uint8_t *)c + key->field;
-    if (key->kind == WHOLE) *(double *)to = (double)*(const int64_t *)from;
-    else if (key->kind > FLAG)
-        *(bool *)to = !dpl_is(*(const char *const *)from, names[key->kind - FLAG][0]);
-    else memcpy(to, from, key->kind == FLAG ? sizeof(bool) : 8);
-}
-
-static void fill_model(const dpl_options *o, dpl_model_config *c) {
+static void fill_model(const dpl_config *config, dpl_model_config *c) {
+    const dpl_options *o = &config->o;
     dpl_model_config_init(c);
-    for (size_t i = 0; i < DPL_COUNT(model_keys); i++) {
-        fill_field(&model_keys[i], o, c);
-        if (model_keys[i].kind == ROPE && !c->rope.yarn) break;
+    dpl_rope_config plain = c->rope;
+    for (size_t i = 0; i < DPL_OPT_N; i++) dpl_model_config_put(c, keys[i], config->text[i]);
+    if (c->moe_f == 0) c->moe_f = c->mlp_f;
+    if (c->n_groups == 0) c->n_groups = c->top_groups = 1;
+    if (!c->rope.yarn) { // YaRN's keys have no meaning
+        plain.theta = c->rope.theta;
+        c->rope = plain;
+        return;
     }
-    if (o->base_moe_mlp_dim <= 0) c->moe_f = c->mlp_f;
-    if (o->n_routing_groups <= 0) c->n_groups = c->top_groups = 1;
-    else if (o->topk_routing_group < 0) c->top_groups = 0;
-    if (!c->rope.yarn) return;
     // MaxText scales only the softmax, and only where sequences became longer; both forms of mscale
     // together leave cos and sin unscaled.
     if (o->max_position_embeddings > o->original_max_position_embeddings) {
@@ -82,7 +40,7 @@ dpl_status dpl_config_model(const dpl_config *config, dpl_model_config *model_ou
     DPL_CHECK(dpl_is(o->decoder_block, "deepseek") && dpl_is(o->attention_type, "mla"),
               "decoder_block=%s and attention_type=%s, expected deepseek and mla", o->decoder_block,
               o->attention_type);
-    fill_model(o, &c);
+    fill_model(config, &c);
     DPL_CHECK((c.n_dense >= c.n_layers && c.n_mtp == 0) || o->routed_score_func[0],
               "routed_score_func is empty, expected sigmoid or softmax");
     DPL_TRY(dpl_model_config_check(&c));
@@ -94,20 +52,20 @@ dpl_status dpl_config_adopt(dpl_config *config, const char *dir, dpl_model_confi
     dpl_model_config have, want;
     dpl_dtype dtype;
     DPL_TRY(dpl_model_read_config(dir, &have, &dtype));
-    fill_model(&config->o, &want);
-    for (size_t i = 0; i < DPL_COUNT(model_keys); i++) {
-        const model_key *key = &model_keys[i];
-        const void *a = (uint8_t *)&have + key->field, *b = (uint8_t *)&want + key->field;
-        const bool same = memcmp(a, b, key->kind >= FLAG ? sizeof(bool) : 8) == 0;
+    fill_model(config, &want);
+    for (size_t i = 0; i < DPL_OPT_N; i++) {
+        const char *const *names;
+        double value, wanted;
         char text[64];
-        if (same && config->text[key->id][0]) continue; // an empty choice is to be filled in
-        if (key->kind == SIZE) snprintf(text, sizeof text, "%zu", *(const size_t *)a);
-        else if (key->kind < FLAG) dpl_format(text, sizeof text, "%.17g", *(const double *)a);
-        else snprintf(text, sizeof text, "%s", names[key->kind - FLAG][*(const bool *)a]);
-        DPL_CHECK(same || !config->given[key->id], "%s=%s, but the model in %s has %s", key->key,
-                  config->text[key->id], dir, text);
-        DPL_TRY(dpl_config_put(config, key->key, text));
-        config->given[key->id] = false;
+        if (!dpl_model_config_get(&want, keys[i], &wanted, &names)) continue;
+        dpl_model_config_get(&have, keys[i], &value, &names);
+        if (value == wanted && config->text[i][0]) continue; // an empty choice is to be filled in
+        if (names) snprintf(text, sizeof text, "%s", names[value != 0]);
+        else dpl_format(text, sizeof text, "%.17g", value);
+        DPL_CHECK(value == wanted || !config->given[i], "%s=%s, but the model in %s has %s",
+                  keys[i], config->text[i], dir, text);
+        DPL_TRY(dpl_config_put(config, keys[i], text));
+        config->given[i] = false;
     }
     DPL_TRY(dpl_config_put(config, "decoder_block", "deepseek"));
     DPL_TRY(dpl_config_put(config, "attention_type", "mla"));
