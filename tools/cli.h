@@ -9,7 +9,7 @@ enum { CLI_OK, CLI_FAILURE, CLI_USAGE }; // exit codes
 enum { CLI_OPTIONS_MAX = 8 };
 
 typedef struct cli_option {
-    const char *name;  // "--tokens"; NULL ends a list
+    const char *name;  // "tokens"; NULL ends a list
     const char *value; // what help calls its value, "N"; NULL: a flag
     const char *help;
     double low, high, missing; // of a number; high 0: none

@@ -49,9 +49,9 @@ const cli_command cli_eval = {
     "dataset_type, dtype, threads.",
     evaluate,
     1,
-    {CLI_TEXT("--data", "FILE",
+    {CLI_TEXT("data", "FILE",
               "text, or with dataset_type=bin token shard, or a folder of them (needed)"),
-     CLI_FLAG("--json", "print one JSON object")},
+     CLI_FLAG("json", "print one JSON object")},
 };
 
 /* ---- generate ---- */
@@ -62,13 +62,12 @@ typedef struct prompt {
     size_t n;
 } prompt;
 
-// NULL after an error on stderr.
+// NULL: not to be read.
 static char *read_stdin(size_t *n_out) {
     char *text = NULL;
     FILE *out = open_memstream(&text, n_out);
     for (int c; out && (c = getchar()) != EOF;) putc(c, out);
     if (out && fclose(out) == 0 && !ferror(stdin)) return text;
-    perror("dropless: cannot read the prompt from standard input");
     free(text);
     return NULL;
 }
@@ -86,23 +85,22 @@ static int parse_ids(const cli_args *args, const char *text, prompt *p) {
 }
 
 static int read_prompt(const cli_args *args, prompt *p) {
-    const char *ids = args->option[PROMPT_IDS], *text = args->option[PROMPT];
-    if (!text) text = ids ? ids : "\n";
-    size_t n = strlen(text);
-    char *piped = !ids && !strcmp(text, "-") ? read_stdin(&n) : NULL;
-    if (!ids && !strcmp(text, "-") && !piped) return CLI_FAILURE;
-    p->ids = calloc(n + 1, sizeof *p->ids); // an id is a byte at least
+    const char *ids = args->option[PROMPT_IDS], *given = args->option[PROMPT];
+    if (!given) given = ids ? ids : "\n";
+    size_t n = strlen(given);
+    char *text = ids || strcmp(given, "-") ? strdup(given) : read_stdin(&n);
+    p->ids = text ? calloc(n + 1, sizeof *p->ids) : NULL; // an id is a byte at least
     int code = CLI_OK;
     if (!p->ids) {
-        fprintf(stderr, "dropless: no memory for a prompt of %zu bytes\n", n);
+        perror("dropless: cannot read the prompt");
         code = CLI_FAILURE;
     } else if (ids) {
-        code = parse_ids(args, ids, p);
+        code = parse_ids(args, text, p);
     } else {
-        for (; p->n < n; p->n++) p->ids[p->n] = (unsigned char)(piped ? piped : text)[p->n];
+        for (; p->n < n; p->n++) p->ids[p->n] = (unsigned char)text[p->n];
         if (n == 0) code = cli_usage(args->command, "the prompt is empty");
     }
-    free(piped);
+    free(text);
     return code;
 }
 
@@ -161,13 +159,13 @@ const cli_command cli_generate = {
     "options and seed give equal text. Keys that matter: dtype, threads.",
     generate,
     1,
-    {CLI_TEXT("--prompt", "TEXT", "what to continue, as bytes; -: from stdin; default: a line end"),
-     CLI_TEXT("--prompt-ids", "I,J,...", "token ids instead; the answer is then printed as ids"),
-     {"--tokens", "N", "tokens to generate (default 200, or what fits)", 0, 1e9, 200, true},
-     {"--temperature", "X", "0: always the likeliest token (default 1)", 0, 1e6, 1, false},
-     {"--top-p", "P", "draw from the likeliest tokens with this probability together (default 1)",
+    {CLI_TEXT("prompt", "TEXT", "what to continue, as bytes; -: from stdin; default: a line end"),
+     CLI_TEXT("prompt-ids", "I,J,...", "token ids instead; the answer is then printed as ids"),
+     {"tokens", "N", "tokens to generate (default 200, or what fits)", 0, 1e9, 200, true},
+     {"temperature", "X", "0: always the likeliest token (default 1)", 0, 1e6, 1, false},
+     {"top-p", "P", "draw from the likeliest tokens with this probability together (default 1)",
       1e-9, 1, 1, false},
-     {"--seed", "N", "of the draws (default 0)", 0, 0x1p53, 0, true}},
+     {"seed", "N", "of the draws (default 0)", 0, 0x1p53, 0, true}},
 };
 
 /* ---- inspect ---- */
@@ -194,8 +192,8 @@ const cli_command cli_inspect = {
     "MaxText's count for training on sequences of max_target_length.",
     inspect,
     1,
-    {CLI_FLAG("--json", "print one JSON object"),
-     CLI_FLAG("--memory", "bytes that training and generation need, too")},
+    {CLI_FLAG("json", "print one JSON object"),
+     CLI_FLAG("memory", "bytes that training and generation need, too")},
 };
 
 /* ---- probe ---- */
@@ -224,7 +222,7 @@ const cli_command cli_probe = {
     "router.L.bias_next too).",
     probe,
     3,
-    {CLI_FLAG("--grad", "write gradients too: grad.NAME, dhidden.L"),
-     {"--steps", "N", "write the parameters after N optimizer steps on this batch: adamwN.NAME", 0,
+    {CLI_FLAG("grad", "write gradients too: grad.NAME, dhidden.L"),
+     {"steps", "N", "write the parameters after N optimizer steps on this batch: adamwN.NAME", 0,
       1e6, 0, true}},
 };

@@ -6,10 +6,17 @@
 
 #include <ctype.h>
 #include <fcntl.h>
+#include <getopt.h>
 #include <math.h>
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
+
+static int usage(const cli_command *c) {
+    fprintf(stderr, "usage: dropless %s %s\nSee dropless %s --help\n", c->name, c->arguments,
+            c->name);
+    return CLI_USAGE;
+}
 
 int cli_usage(const cli_command *command, const char *format, ...) {
     va_list args;
@@ -17,9 +24,8 @@ int cli_usage(const cli_command *command, const char *format, ...) {
     va_start(args, format);
     vfprintf(stderr, format, args);
     va_end(args);
-    fprintf(stderr, "\nusage: dropless %s %s\nSee dropless %s --help\n", command->name,
-            command->arguments, command->name);
-    return CLI_USAGE;
+    putc('\n', stderr);
+    return usage(command);
 }
 
 int cli_fail(void) {
@@ -37,9 +43,8 @@ static int help(const cli_command *c) {
     printf("usage: dropless %s %s\n\n%s\n", c->name, c->arguments, c->details);
     if (c->options[0].name) printf("\nOptions:\n");
     for (const cli_option *o = c->options; o->name; o++) {
-        char name[40];
-        snprintf(name, sizeof name, "%s %s", o->name, o->value ? o->value : "");
-        printf("  %-20s %s\n", name, o->help);
+        const int used = printf("  --%s %s", o->name, o->value ? o->value : "");
+        printf("%*s%s\n", 23 - used, "", o->help);
     }
     printf(c == &cli_train ? "\nKeys (key=value here, key: value in the file):\n"
                            : "\nKeys are those of the configuration: see dropless train --help\n");
@@ -56,24 +61,6 @@ static bool is_setting(const char *text) {
     return p > text && *text != '-' && *p == '=';
 }
 
-// Takes argv[*i], and its value from argv[*i + 1] unless it stands behind "=".
-static int parse_option(int argc, char **argv, int *i, cli_args *args) {
-    const cli_command *c = args->command;
-    const char *text = argv[*i], *equals = strchr(text, '=');
-    const size_t n = equals ? (size_t)(equals - text) : strlen(text);
-    for (const cli_option *option = c->options; option->name; option++) {
-        const char **value = &args->option[option - c->options];
-        if (strlen(option->name) != n || strncmp(option->name, text, n) != 0) continue;
-        if (!option->value && equals) return cli_usage(c, "%s takes no value", option->name);
-        if (*value) return cli_usage(c, "%s is given twice", option->name);
-        if (option->value && !equals && *i + 1 >= argc)
-            return cli_usage(c, "%s needs a value, %s", option->name, option->value);
-        *value = !option->value ? "" : equals ? equals + 1 : argv[++*i];
-        return CLI_OK;
-    }
-    return cli_usage(c, "unknown option '%.*s'", (int)n, text);
-}
-
 static int parse_numbers(cli_args *args) {
     for (size_t i = 0; args->command->options[i].name; i++) {
         const cli_option *o = &args->command->options[i];
@@ -82,7 +69,7 @@ static int parse_numbers(cli_args *args) {
         const double x = args->number[i] = text ? strtod(text, &end) : o->missing;
         if (!text || o->high == 0) continue;
         if (end == text || *end || !(x >= o->low && x <= o->high) || (o->whole && x != floor(x)))
-            return cli_usage(args->command, "%s is '%s', expected a %snumber from %g to %g",
+            return cli_usage(args->command, "--%s is '%s', expected a %snumber from %g to %g",
                              o->name, text, o->whole ? "whole " : "", o->low, o->high);
     }
     return CLI_OK;
@@ -90,21 +77,19 @@ static int parse_numbers(cli_args *args) {
 
 static int parse(int argc, char **argv, cli_args *args) {
     const cli_command *c = args->command;
+    struct option table[CLI_OPTIONS_MAX + 1] = {{NULL, 0, NULL, 0}};
     size_t n = 0;
-    bool options = true;
-    for (int i = 1; i < argc; i++) {
-        if (options && !strcmp(argv[i], "--")) {
-            options = false;
-        } else if (options && argv[i][0] == '-' && argv[i][1]) {
-            const int code = parse_option(argc, argv, &i, args);
-            if (code != CLI_OK) return code;
-        } else if (is_setting(argv[i])) {
-            args->settings[args->n_settings++] = argv[i];
-        } else if (n < c->n_positional) {
-            args->positional[n++] = argv[i];
-        } else {
-            return cli_usage(c, "unexpected argument '%s', expected key=value", argv[i]);
-        }
+    for (size_t i = 0; c->options[i].name; i++)
+        table[i] = (struct option){c->options[i].name, c->options[i].value != NULL, NULL, 0};
+    for (int i, found; (found = getopt_long(argc, argv, "", table, &i)) != -1;) {
+        if (found == '?') return usage(c); // It has said what is wrong.
+        if (args->option[i]) return cli_usage(c, "--%s is given twice", table[i].name);
+        args->option[i] = optarg ? optarg : "";
+    }
+    for (const char *text; (text = argv[optind]); optind++) {
+        if (is_setting(text)) args->settings[args->n_settings++] = text;
+        else if (n < c->n_positional) args->positional[n++] = text;
+        else return cli_usage(c, "unexpected argument '%s', expected key=value", text);
     }
     if (n == c->n_positional) return parse_numbers(args);
     return cli_usage(c, "%zu of %zu arguments are missing", c->n_positional - n, c->n_positional);
@@ -120,6 +105,9 @@ static int run_command(const cli_command *command, int argc, char **argv) {
         return CLI_FAILURE;
     }
     cli_args args = {.command = command, .positional = texts, .settings = texts + argc};
+    char name[32];
+    snprintf(name, sizeof name, "dropless %s", command->name);
+    argv[0] = name; // getopt's messages start with it.
     int code = parse(argc, argv, &args);
     if (code == CLI_OK) code = command->run(&args);
     dpl_model_close(&args.model);
@@ -145,15 +133,8 @@ int cli_open(cli_args *args, cli_source source) {
 }
 
 /* ---- the program ---- */
-// It parses its arguments itself: the benchmarks see the inside of the library, as no command does.
-static const cli_command cli_bench = {
-    .name = "bench",
-    .arguments = "KIND [key=value ...] [--json]",
-    .summary = "what this machine can do, and how much of it is reached",
-};
-
-static const cli_command *const commands[] = {&cli_train,   &cli_eval,  &cli_generate,
-                                              &cli_inspect, &cli_probe, &cli_bench};
+static const cli_command *const commands[] = {&cli_train, &cli_eval, &cli_generate, &cli_inspect,
+                                              &cli_probe};
 enum { N_COMMANDS = sizeof commands / sizeof commands[0] };
 
 static int print_help(FILE *out, int code) {
@@ -162,6 +143,8 @@ static int print_help(FILE *out, int code) {
     for (size_t i = 0; i < N_COMMANDS; i++)
         fprintf(out, "  dropless %s %s\n      %s\n", commands[i]->name, commands[i]->arguments,
                 commands[i]->summary);
+    fprintf(out, "  dropless bench KIND [key=value ...] [--json]\n"
+                 "      what this machine can do, and how much of it is reached\n");
     fprintf(out, "\nPATH is a model directory, a checkpoint directory or a run directory (its "
                  "newest checkpoint).\n"
                  "--help works for every command; --version prints the version.\n"
@@ -169,26 +152,8 @@ static int print_help(FILE *out, int code) {
     return code;
 }
 
-// How many letters of two short words differ (Levenshtein).
-static size_t distance(const char *a, const char *b) {
-    size_t row[16]; // the names of commands are shorter
-    const size_t n = strlen(b);
-    for (size_t j = 0; j <= n; j++) row[j] = j;
-    for (; *a; a++) {
-        size_t corner = row[0]++;
-        for (size_t j = 1; j <= n; j++) {
-            const size_t change = corner + (*a != b[j - 1]);
-            const size_t shift = (row[j - 1] < row[j] ? row[j - 1] : row[j]) + 1;
-            corner = row[j];
-            row[j] = change < shift ? change : shift;
-        }
-    }
-    return row[n];
-}
-
 static int run(int argc, char **argv) {
-    const char *name = argc > 1 ? argv[1] : "";
-    size_t best = 0;
+    const char *name = argv[1];
     if (argc < 2) return print_help(stderr, CLI_USAGE);
     if (!strcmp(name, "--help") || !strcmp(name, "-h") || !strcmp(name, "help"))
         return print_help(stdout, CLI_OK);
@@ -196,15 +161,12 @@ static int run(int argc, char **argv) {
         printf("dropless %s\n", dpl_version());
         return CLI_OK;
     }
-    for (size_t i = 1; i < N_COMMANDS; i++)
-        if (distance(name, commands[i]->name) < distance(name, commands[best]->name)) best = i;
-    const cli_command *command = commands[best];
-    if (!strcmp(name, command->name))
-        return command == &cli_bench ? dpl_bench_main(argc - 2, argv + 2)
-                                     : run_command(command, argc - 1, argv + 1);
-    fprintf(stderr, "dropless: unknown command '%s'; the nearest is '%s'. See dropless --help\n",
-            name, command->name);
-    return CLI_USAGE;
+    // It parses its arguments itself: it sees the inside of the library, as no command does.
+    if (!strcmp(name, "bench")) return dpl_bench_main(argc - 2, argv + 2);
+    for (size_t i = 0; i < N_COMMANDS; i++)
+        if (!strcmp(name, commands[i]->name)) return run_command(commands[i], argc - 1, argv + 1);
+    fprintf(stderr, "dropless: unknown command '%s'\n", name);
+    return print_help(stderr, CLI_USAGE);
 }
 
 int main(int argc, char **argv) {
