@@ -6,7 +6,7 @@
 #include <stdio.h>
 
 enum { CLI_OK, CLI_FAILURE, CLI_USAGE }; // exit codes
-enum { CLI_OPTIONS_MAX = 8 };
+enum { CLI_OPTIONS_MAX = 8, CLI_POSITIONAL_MAX = 3 };
 
 typedef struct cli_option {
     const char *name;  // "tokens"; NULL ends a list
@@ -25,8 +25,8 @@ typedef struct cli_args {
     const cli_command *command;
     const char *option[CLI_OPTIONS_MAX]; // as in the command's list: NULL: not given; flags: ""
     double number[CLI_OPTIONS_MAX];
-    const char **positional; // as many as the command asks for
-    const char **settings;   // key=value
+    const char *positional[CLI_POSITIONAL_MAX]; // as many as the command asks for
+    const char **settings;                      // key=value
     size_t n_settings;
     dpl_config *config; // what the command opens; main closes all three
     dpl_ctx *ctx;

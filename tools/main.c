@@ -99,12 +99,8 @@ static int parse(int argc, char **argv, cli_args *args) {
 static int run_command(const cli_command *command, int argc, char **argv) {
     for (int i = 1; i < argc && strcmp(argv[i], "--") != 0; i++)
         if (!strcmp(argv[i], "--help") || !strcmp(argv[i], "-h")) return help(command);
-    const char **texts = calloc(2 * (size_t)argc, sizeof *texts);
-    if (!texts) {
-        fprintf(stderr, "dropless: no memory for %d arguments\n", argc);
-        return CLI_FAILURE;
-    }
-    cli_args args = {.command = command, .positional = texts, .settings = texts + argc};
+    // The settings gather at the start of argv, where all has been read by then.
+    cli_args args = {.command = command, .settings = (const char **)argv};
     char name[32];
     snprintf(name, sizeof name, "dropless %s", command->name);
     argv[0] = name; // getopt's messages start with it.
@@ -113,7 +109,6 @@ static int run_command(const cli_command *command, int argc, char **argv) {
     dpl_model_close(&args.model);
     dpl_ctx_close(&args.ctx);
     dpl_config_close(&args.config);
-    free(texts);
     return code;
 }
 
