@@ -135,7 +135,7 @@ static void report(const gemm_bench *b, const dpl_bench_limits *limits, double s
             : "gemm %-8s %-4s experts=%zu rows=%zu k=%zu n=%zu, %d threads, %s: %.1f us, "
               "%.1f GFLOPS, %.2f GB/s; limit (%s) %.1f us, reached %.3f\n",
         op_names[b->op], b->dtype == DPL_F32 ? "f32" : "bf16", b->n_experts, b->rows, b->k, b->n,
-        dpl_pool_threads(b->ctx->pool), b->ctx->kernels->gemm.name, seconds * 1e6,
+        dpl_pool_threads(b->ctx->pool), dpl_ctx_cpu_level(b->ctx), seconds * 1e6,
         flops / seconds * 1e-9, bytes / seconds * 1e-9, flops_s >= bytes_s ? "flops" : "bytes",
         limit_s * 1e6, limit_s / seconds);
     fflush(stdout);

@@ -106,7 +106,7 @@ static dpl_status report(const layer_bench *b, const dpl_bench_limits *limits, d
                   "d", (json_int_t)d, "f", (json_int_t)f, "shared", (json_int_t)(shared_f / f),
                   "rows", (json_int_t)b->rows, "skew", skews[b->skew], "load_max_over_mean",
                   (double)most * (double)E / (T * (double)K), "threads", dpl_ctx_threads(b->ctx),
-                  "kernel", b->ctx->kernels->gemm.name, "median_us", seconds * 1e6, "gflops",
+                  "kernel", dpl_ctx_cpu_level(b->ctx), "median_us", seconds * 1e6, "gflops",
                   flops / seconds * 1e-9, "limit", limit_s > flops_s ? "bytes" : "flops",
                   "limit_us", limit_s * 1e6, "fraction", limit_s / seconds),
         json);

@@ -1,6 +1,6 @@
 // kernels_gemm_tmpl.h - the grouped GEMM's tile product and packing, for any width of vector.
 //
-// Included by kernels_gemm_LEVEL.c, which says what a register is: V floats as `vec`, OP(name) for
+// Included by kernels_LEVEL.c, which says what a register is: V floats as `vec`, OP(name) for
 // its intrinsics, the tile's MR rows as EACH(X), loads and stores of the first n lanes, and how two
 // registers' 128-bit lanes of even or odd number are joined. Every file has its own compiler flags;
 // they make a multiply-add of each a * b + c.
@@ -26,15 +26,15 @@ typedef uint32_t vec_u32 __attribute__((vector_size(sizeof(vec))));
         acc0_##i = OP(fmadd_ps)(ai, b0, acc0_##i); \
         acc1_##i = OP(fmadd_ps)(ai, b1, acc1_##i); \
     }
-#define STORE(i)                              \
-    if (i < m) {                              \
-        float *ci = c + i * ldc;              \
-        if (add) {                            \
-            acc0_##i += load_f32(n0, ci);     \
-            acc1_##i += load_f32(n1, ci + V); \
-        }                                     \
-        store(n0, false, ci, acc0_##i);       \
-        store(n1, false, ci + V, acc1_##i);   \
+#define STORE(i)                                \
+    if (i < m) {                                \
+        float *ci = c + i * ldc;                \
+        if (add) {                              \
+            acc0_##i += load_f32(n0, ci);       \
+            acc1_##i += load_f32(n1, ci + V);   \
+        }                                       \
+        store_f32(n0, false, ci, acc0_##i);     \
+        store_f32(n1, false, ci + V, acc1_##i); \
     }
 
 // 2 * V columns of a tile, of which n are stored.
@@ -115,7 +115,8 @@ INLINE void pack_rows_as(dpl_gemm_load load, size_t m, size_t kc, const void *sr
             transpose(r);
             UNROLL for (size_t l = 0; l < V; ++l) {
                 if (l0 + l < kc)
-                    store(w - i0, w < V && (kc - l0 - l) * w >= V, dst + (l0 + l) * w + i0, r[l]);
+                    store_f32(w - i0, w < V && (kc - l0 - l) * w >= V, dst + (l0 + l) * w + i0,
+                              r[l]);
             }
         }
     }
@@ -127,7 +128,7 @@ INLINE void pack_cols_as(dpl_gemm_load load, size_t m, size_t kc, const void *sr
         const size_t n = m > i ? m - i : 0;
         for (size_t l = 0; l < kc; ++l) {
             const vec x = load_as(load, n, src, l * ld + i);
-            store(w - i, w < V && (kc - l) * w >= V, dst + l * w + i, x);
+            store_f32(w - i, w < V && (kc - l) * w >= V, dst + l * w + i, x);
         }
     }
 }
@@ -157,6 +158,4 @@ static double peak_fma(size_t n_rounds, float *sink) {
     return (double)n_rounds * CHAINS * V * 2;
 }
 
-void FILL(dpl_gemm_kernels *k) {
-    *k = (dpl_gemm_kernels){NAME, MR, tile, pack_rows, pack_cols, peak_fma};
-}
+#define GEMM_KERNELS MR, tile, pack_rows, pack_cols, peak_fma

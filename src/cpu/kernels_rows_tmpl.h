@@ -1,14 +1,13 @@
 // kernels_rows_tmpl.h - the row kernels as plain C, compiled once for each CPU level.
 //
-// Included by kernels_rows_LEVEL.c, which only get other compiler flags. Loops are written so that
+// Included by kernels_LEVEL.c, which only have other compiler flags. Loops are written so that
 // gcc and clang vectorize them; reductions keep their lanes in a vector type of 16 floats, so the
 // order of additions is the same on every machine and with every compiler. Between levels only the
 // contraction of a * b + c into one rounding differs.
-#include "cpu/kernels_rows.h"
+#include "cpu/kernels.h"
 #include "cpu/ops.h"
 
 #include <math.h>
-#include <string.h>
 
 // Iterations of these loops are independent even where input and output are the same array. What
 // clang does not vectorize (without optimization, with sanitizers) is right all the same.
@@ -321,27 +320,8 @@ static void row_adamw(const dpl_adamw *rule, const float *grad, float *param, fl
     }
 }
 
-void FILL(dpl_row_kernels *k) {
-    *k = (dpl_row_kernels){
-        .max = row_max,
-        .sum = row_sum,
-        .dot = row_dot,
-        .sum_f64 = row_sum_f64,
-        .sum_squares_f64 = row_sum_squares_f64,
-        .axpy = row_axpy,
-        .add = row_add,
-        .scale = row_scale,
-        .exp_sub_sum = row_exp_sub_sum,
-        .sigmoid = row_sigmoid,
-        .to_bf16 = row_to_bf16,
-        .from_bf16 = row_from_bf16,
-        .norm_forward = row_norm_forward,
-        .norm_dot = row_norm_dot,
-        .norm_backward = row_norm_backward,
-        .rope_split = row_rope_split,
-        .rope_pairs = row_rope_pairs,
-        .swiglu_forward = row_swiglu_forward,
-        .swiglu_backward = row_swiglu_backward,
-        .adamw = row_adamw,
-    };
-}
+#define ROW_KERNELS                                                                               \
+    row_max, row_sum, row_dot, row_sum_f64, row_sum_squares_f64, row_axpy, row_add, row_scale,    \
+        row_exp_sub_sum, row_sigmoid, row_to_bf16, row_from_bf16, row_norm_forward, row_norm_dot, \
+        row_norm_backward, row_rope_split, row_rope_pairs, row_swiglu_forward,                    \
+        row_swiglu_backward, row_adamw

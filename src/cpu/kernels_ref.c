@@ -1,13 +1,13 @@
-// kernels_gemm_ref.c - the tile product and the packing of the grouped GEMM in plain C.
+// kernels_ref.c - all kernels in plain C.
 //
 // This is the definition of right for the other levels and complete. Products and sums are separate
 // operations here (no fused multiply-add), so it agrees with the other levels within rounding only.
-#include "cpu/kernels.h"
+#include "cpu/kernels_rows_tmpl.h"
 
 #define MR 4
 
-static void tile_ref(size_t m, size_t n, size_t kc, const float *a, const float *b, float *c,
-                     size_t ldc, bool add, dpl_gemm_ahead ahead) {
+static void tile(size_t m, size_t n, size_t kc, const float *a, const float *b, float *c,
+                 size_t ldc, bool add, dpl_gemm_ahead ahead) {
     (void)ahead;
     float acc[MR][32] = {{0}};
     for (size_t l = 0; l < kc; ++l, a += m, b += 32) {
@@ -27,23 +27,23 @@ static inline float load_one(dpl_gemm_load load, const void *src, size_t i) {
     return load == DPL_LOAD_F32 ? x : dpl_bf16_to_f32(dpl_f32_to_bf16(x));
 }
 
-static void pack_rows_ref(dpl_gemm_load load, size_t m, size_t kc, const void *src, size_t ld,
-                          size_t w, float *dst) {
+static void pack_rows(dpl_gemm_load load, size_t m, size_t kc, const void *src, size_t ld, size_t w,
+                      float *dst) {
     for (size_t l = 0; l < kc; ++l, dst += w) {
         for (size_t i = 0; i < m; ++i) dst[i] = load_one(load, src, i * ld + l);
         for (size_t i = m; i < w; ++i) dst[i] = 0;
     }
 }
 
-static void pack_cols_ref(dpl_gemm_load load, size_t m, size_t kc, const void *src, size_t ld,
-                          size_t w, float *dst) {
+static void pack_cols(dpl_gemm_load load, size_t m, size_t kc, const void *src, size_t ld, size_t w,
+                      float *dst) {
     for (size_t l = 0; l < kc; ++l, dst += w) {
         for (size_t i = 0; i < m; ++i) dst[i] = load_one(load, src, l * ld + i);
         for (size_t i = m; i < w; ++i) dst[i] = 0;
     }
 }
 
-static double peak_fma_ref(size_t n_rounds, float *sink) {
+static double peak_fma(size_t n_rounds, float *sink) {
     float acc[32];
     for (size_t j = 0; j < 32; ++j) acc[j] = sink[j];
     const float scale = sink[32], shift = sink[33]; // Read from memory: nothing folds away.
@@ -54,13 +54,4 @@ static double peak_fma_ref(size_t n_rounds, float *sink) {
     return (double)n_rounds * 32 * 2;
 }
 
-void dpl_gemm_kernels_ref(dpl_gemm_kernels *k) {
-    *k = (dpl_gemm_kernels){
-        .name = "f32_ref",
-        .mr = MR,
-        .tile = tile_ref,
-        .pack_rows = pack_rows_ref,
-        .pack_cols = pack_cols_ref,
-        .peak_fma = peak_fma_ref,
-    };
-}
+const dpl_kernels dpl_kernels_ref = {{MR, tile, pack_rows, pack_cols, peak_fma}, {ROW_KERNELS}};

@@ -1,14 +1,11 @@
-// kernels_gemm_avx2.c - the grouped GEMM's tile product and packing with 256-bit vectors.
+// kernels_avx2.c - all kernels with AVX2 and FMA; the grouped GEMM's with 256-bit vectors.
 //
 // A tile is 6 x 32, done as two halves of 6 x 16: 12 accumulators, two vectors of the panel and a
 // broadcast fill 15 of the 16 registers.
 #include <immintrin.h>
 
-#include "cpu/kernels.h"
+#include "cpu/kernels_rows_tmpl.h"
 
-#define FILL     dpl_gemm_kernels_avx2
-#define NAME     "f32_avx2"
-#define INLINE   static inline __attribute__((always_inline))
 #define V        8
 #define OP(name) _mm256_##name
 #define MR       6
@@ -34,7 +31,7 @@ INLINE vec load_bf16(size_t n, const uint16_t *p) {
 }
 
 // Stores n lanes, or all where what follows will be overwritten anyway: masked stores are slow.
-INLINE void store(size_t n, bool all, float *p, vec x) {
+INLINE void store_f32(size_t n, bool all, float *p, vec x) {
     if (n >= V || all) _mm256_storeu_ps(p, x);
     else if (n > 0) _mm256_maskstore_ps(p, mask_of(n), x);
 }
@@ -48,3 +45,5 @@ INLINE vec odd_lanes(vec a, vec b) {
 }
 
 #include "cpu/kernels_gemm_tmpl.h"
+
+const dpl_kernels dpl_kernels_avx2 = {{GEMM_KERNELS}, {ROW_KERNELS}};

@@ -1,14 +1,11 @@
-// kernels_gemm_avx512.c - the grouped GEMM's tile product and packing with 512-bit vectors.
+// kernels_avx512.c - all kernels with AVX-512; the grouped GEMM's with 512-bit vectors.
 //
 // A tile is 14 x 32: 28 accumulators, two vectors of the right panel and a broadcast of the left
 // fill the 32 registers.
 #include <immintrin.h>
 
-#include "cpu/kernels.h"
+#include "cpu/kernels_rows_tmpl.h"
 
-#define FILL     dpl_gemm_kernels_avx512
-#define NAME     "f32_avx512"
-#define INLINE   static inline __attribute__((always_inline))
 #define V        16
 #define OP(name) _mm512_##name
 #define MR       14
@@ -30,7 +27,7 @@ INLINE vec load_bf16(size_t n, const uint16_t *p) {
 }
 
 // Stores n lanes. That what follows may be overwritten (`all`) is of no use here.
-INLINE void store(size_t n, bool all, float *p, vec x) {
+INLINE void store_f32(size_t n, bool all, float *p, vec x) {
     (void)all;
     _mm512_mask_storeu_ps(p, mask_of(n), x);
 }
@@ -44,3 +41,5 @@ INLINE vec odd_lanes(vec a, vec b) {
 }
 
 #include "cpu/kernels_gemm_tmpl.h"
+
+const dpl_kernels dpl_kernels_avx512 = {{GEMM_KERNELS}, {ROW_KERNELS}};
