@@ -8,9 +8,21 @@
 #include <cmocka.h>
 
 #include <math.h>
+#include <stdio.h>
 #include <sys/mman.h>
 
 #include "lab.h"
+
+#if defined(__has_feature)
+#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
+#define HAS_SANITIZER 1
+#endif
+#elif defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define HAS_SANITIZER 1
+#endif
+#ifndef HAS_SANITIZER
+#define HAS_SANITIZER 0
+#endif
 
 static dpl_ctx *ctx;
 
@@ -801,6 +813,385 @@ static void gradients_may_be_left_out(void **state) {
     lab_close(&l);
 }
 
+/* ---- memory and its borders ---------------------------------------------------------------------
+ */
+
+// A buffer of rows is longer than its rows: what lies behind them reaches no token, neither there
+// nor back.
+static void rows_behind_the_last_reach_no_token(void **state) {
+    (void)state;
+    enum { T = 3, ROWS = 32, D = 5 };
+    static const int32_t given[T] = {1, 0, 1}, row_of[T] = {1, 0, 2};
+    int64_t offsets[3];
+    int32_t slot_row[T], row_slot[ROWS];
+    float x[T * D], rows[ROWS * D], y[T * D], dx[T * D], dw[T], row_w[ROWS];
+    const float w[T] = {0.5f, 2, 4};
+    for (size_t i = 0; i < T * D; i++) x[i] = (float)(i + 1);
+    memset(row_slot, 0, sizeof row_slot); // padding as others fill it: all of token 0
+    assert_int_equal(dpl_moe_permute(ctx, given, T, 1, 2, offsets, slot_row, row_slot), DPL_OK);
+    assert_memory_equal(slot_row, row_of, sizeof row_of);
+    for (size_t i = 0; i < ROWS * D; i++) rows[i] = NAN;
+    for (size_t i = 0; i < ROWS; i++) row_w[i] = NAN;
+    dpl_gather_rows(ctx, dpl_mat_f32(x, D), w, row_slot, 1, T, D, dpl_mat_f32(rows, D), row_w);
+    for (size_t i = T * D; i < ROWS * D; i++) assert_true(isnan(rows[i]));
+    for (size_t i = T; i < ROWS; i++) assert_true(isnan(row_w[i]));
+    dpl_combine_rows(ctx, dpl_mat_f32(rows, D), NULL, slot_row, T, 1, D, false, dpl_mat_f32(y, D),
+                     NULL);
+    assert_memory_equal(y, x, sizeof x);
+    dpl_combine_rows(ctx, dpl_mat_f32(rows, D), row_w, slot_row, T, 1, D, false, dpl_mat_f32(dx, D),
+                     dw);
+    assert_memory_equal(dx, x, sizeof x);
+    assert_memory_equal(dw, w, sizeof w);
+}
+
+// A loss that does not depend on the routing weights brings no gradient of them: the tokens' own
+// comes all the same.
+static void gradients_of_weights_may_be_absent(void **state) {
+    (void)state;
+    enum { T = 2, K = 2, D = 3 };
+    static const int32_t given[T * K] = {0, 3, 3, 1};
+    const dpl_moe_shape shape = {.d = D, .f = 4, .rule = lab_sigmoid(4, K), .n_local = 4};
+    float drows[T * K * D], dx[T * D];
+    dpl_comm *comm;
+    dpl_ep ep;
+    assert_int_equal(dpl_comm_open("self", NULL, &comm), DPL_OK);
+    assert_int_equal(prepare(comm, &shape, given, T, &ep), DPL_OK);
+    for (size_t i = 0; i < T * K * D; i++) drows[i] = (float)(1 << i);
+    memset(dx, 0xff, sizeof dx);
+    dpl_ep_dispatch_bwd(ctx, &ep, dpl_mat_f32(drows, D), NULL, D, dpl_mat_f32(dx, D), NULL);
+    dpl_ctx_wait(ctx);
+    // Rows by expert, then token: 0 of token 0, 1 of token 1, 3 of token 0, 3 of token 1.
+    for (size_t i = 0; i < T * D; i++) {
+        const size_t t = i / D, d = i % D;
+        assert_true(dx[i] == drows[t * D + d] + drows[(2 + t) * D + d]);
+    }
+    const dpl_route_rule rule = lab_sigmoid(4, K);
+    const float some[4] = {0.5f, 0.5f, 0.5f, 0.5f};
+    float dlogits[4];
+    assert_int_equal(dpl_router_route_backward(ctx, &rule, 1, some, given, NULL, dlogits),
+                     DPL_EINVAL);
+    dpl_comm_close(&comm);
+}
+
+// The workspace that is asked for is enough when every token goes to the same experts, to the byte;
+// one byte less is an error that says how much is needed.
+static void the_workspace_is_enough_for_any_routing(void **state) {
+    (void)state;
+    lab_rule rule = {
+        .t = 200, .d = 24, .f = 20, .rule = lab_sigmoid(8, 2), .bias = true, .seed = 21};
+    lab l;
+    lab_open(&rule, &l);
+    for (size_t e = 0; e < 8; e++) l.bias[e] = e == 1 || e == 6 ? 10 : -10;
+    const dpl_layer_config config = {rule.d, rule.f, 0, rule.rule, DPL_F32};
+    const dpl_layer_weights w = {.router = l.value[LAB_ROUTER],
+                                 .bias = l.bias,
+                                 .gate = l.value[LAB_GATE],
+                                 .up = l.value[LAB_UP],
+                                 .down = l.value[LAB_DOWN]};
+    dpl_layer *layer = NULL;
+    assert_int_equal(dpl_layer_open(&config, ctx, &layer), DPL_OK);
+    assert_int_equal(dpl_layer_set_weights(layer, &w), DPL_OK);
+    const size_t bytes = dpl_layer_workspace_bytes(layer, rule.t), canary = 256;
+    uint8_t *ws = dpl_alloc(bytes + canary);
+    int64_t loads[8];
+    memset(ws, 0xa5, bytes + canary);
+    assert_int_equal(dpl_layer_forward(layer, l.x, 0, rule.t, NULL, ws, bytes - 1, l.y, 0, loads),
+                     DPL_ENOSPC);
+    char needed[32];
+    snprintf(needed, sizeof needed, "%zu", bytes);
+    assert_non_null(strstr(dpl_error_message(), needed));
+    assert_int_equal(dpl_layer_forward(layer, l.x, 0, rule.t, NULL, ws, bytes, l.y, 0, loads),
+                     DPL_OK);
+    assert_int_equal(dpl_layer_backward(layer, l.x, 0, ws, l.dy, 0, l.dx, 0), DPL_OK);
+    for (size_t e = 0; e < 8; e++) assert_int_equal(loads[e], e == 1 || e == 6 ? 200 : 0);
+    for (size_t i = 0; i < canary; i++) assert_int_equal(ws[bytes + i], 0xa5);
+    dpl_free(ws);
+    dpl_layer_close(&layer);
+    lab_close(&l);
+}
+
+// Rows as wide as those of the largest models, a few of them.
+static void wide_rows_stay_in_their_bounds(void **state) {
+    (void)state;
+    lab_rule rule = {.t = 5, .d = 7168, .f = 8, .rule = lab_sigmoid(4, 2), .seed = 22};
+    lab l;
+    lab_open(&rule, &l);
+    assert_int_equal(lab_run(&l, ctx), DPL_OK);
+    lab_oracle(&l, false);
+    const double bound = 0x1p-24 * (12 + sqrt(7168.0));
+    assert_true(lab_error_y(&l) < bound && lab_error_dx(&l) < bound);
+    for (int id = 0; id < LAB_SGATE; id++) assert_true(lab_error(&l, (lab_id)id) < bound);
+    lab_close(&l);
+}
+
+/* ---- rows far apart: address space that is reserved and hardly touched --------------------------
+ */
+
+#define FAR_ROWS 4
+#define FAR_LD   (((size_t)1 << 30) + 64) // three of these are more than 2^31 elements
+
+static dpl_mat far_mat(dpl_dtype dtype) {
+    const size_t bytes = FAR_ROWS * FAR_LD * dpl_dtype_bytes(dtype);
+    void *p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
+                   -1, 0);
+    if (p == MAP_FAILED) {
+        print_message("SKIPPED: no address space of %zu bytes\n", bytes);
+        skip();
+    }
+    return (dpl_mat){p, FAR_LD, dtype};
+}
+
+static void far_free(dpl_mat m) {
+    munmap(m.p, FAR_ROWS * FAR_LD * dpl_dtype_bytes(m.dtype));
+}
+
+// The rows of the near matrix that keeps the expected bits.
+static void far_fill(dpl_mat far, dpl_mat near, size_t width) {
+    for (size_t r = 0; r < FAR_ROWS; r++)
+        memcpy(dpl_mat_row(far, r), dpl_mat_row(near, r), width * dpl_dtype_bytes(far.dtype));
+}
+
+static void far_equal(dpl_mat far, dpl_mat near, size_t width) {
+    for (size_t r = 0; r < FAR_ROWS; r++)
+        assert_memory_equal(dpl_mat_row(far, r), dpl_mat_row(near, r),
+                            width * dpl_dtype_bytes(far.dtype));
+}
+
+#define FAR_WIDTH 48
+
+static dpl_mat near_mat(float *p, uint64_t stream) {
+    for (size_t i = 0; i < FAR_ROWS * FAR_WIDTH; i++) p[i] = (float)dpl_rng_normal(8, stream, i);
+    return dpl_mat_f32(p, FAR_WIDTH);
+}
+
+// Moving rows: out of far ones and into far ones.
+static void moved_rows_may_lie_far_apart(void **state) {
+    (void)state;
+    static const int32_t slots[FAR_ROWS] = {3, 1, 0, 2};
+    float a[FAR_ROWS * FAR_WIDTH], b[FAR_ROWS * FAR_WIDTH];
+    const dpl_mat x = near_mat(a, 1), y = dpl_mat_f32(b, FAR_WIDTH);
+    const dpl_mat from = far_mat(DPL_F32), to = far_mat(DPL_F32);
+    far_fill(from, x, FAR_WIDTH);
+    dpl_gather_rows(ctx, x, NULL, slots, 1, FAR_ROWS, FAR_WIDTH, y, NULL);
+    dpl_gather_rows(ctx, from, NULL, slots, 1, FAR_ROWS, FAR_WIDTH, to, NULL);
+    far_equal(to, y, FAR_WIDTH);
+    dpl_combine_rows(ctx, x, NULL, slots, FAR_ROWS, 1, FAR_WIDTH, true, y, NULL);
+    dpl_combine_rows(ctx, from, NULL, slots, FAR_ROWS, 1, FAR_WIDTH, true, to, NULL);
+    far_equal(to, y, FAR_WIDTH);
+    dpl_copy(ctx, from, FAR_ROWS, FAR_WIDTH, to);
+    far_equal(to, x, FAR_WIDTH);
+    far_free(from);
+    far_free(to);
+}
+
+// Norm, rotation and loss, forward and backward.
+static void rows_of_any_operator_may_lie_far_apart(void **state) {
+    (void)state;
+    enum { D = FAR_WIDTH };
+    float a[FAR_ROWS * D], b[FAR_ROWS * D], c[FAR_ROWS * D], gain[D], dgain[2][D] = {{0}, {0}};
+    float rstd[2][FAR_ROWS], loss[2][FAR_ROWS], zloss[2][FAR_ROWS];
+    const dpl_mat x = near_mat(a, 1), y = near_mat(b, 2), dx = near_mat(c, 3);
+    const dpl_mat fx = far_mat(DPL_F32), fy = far_mat(DPL_F32), fdx = far_mat(DPL_F32);
+    far_fill(fx, x, D);
+    for (size_t i = 0; i < D; i++) gain[i] = (float)(1 + i) / D;
+    dpl_rmsnorm_forward(ctx, x, gain, FAR_ROWS, D, 1e-6f, y, rstd[0]);
+    dpl_rmsnorm_forward(ctx, fx, gain, FAR_ROWS, D, 1e-6f, fy, rstd[1]);
+    far_equal(fy, y, D);
+    dpl_rmsnorm_backward(ctx, y, x, gain, rstd[0], FAR_ROWS, D, dx, false, dgain[0]);
+    dpl_rmsnorm_backward(ctx, fy, fx, gain, rstd[1], FAR_ROWS, D, fdx, false, dgain[1]);
+    far_equal(fdx, dx, D);
+    assert_memory_equal(dgain[0], dgain[1], sizeof dgain[0]);
+
+    static const int32_t position[FAR_ROWS] = {0, 1, 0, 1}, targets[FAR_ROWS] = {0, D - 1, -1, 7};
+    const dpl_rope rope = {gain, gain + 8, position, 2, D / 2, 4, 8, true};
+    dpl_rope_apply(ctx, &rope, FAR_ROWS, false, y);
+    dpl_rope_apply(ctx, &rope, FAR_ROWS, false, fy);
+    far_equal(fy, y, D);
+    dpl_xent(ctx, y.p, y.ld, targets, FAR_ROWS, D, 0.1f, 0.5f, loss[0], zloss[0]);
+    dpl_xent(ctx, fy.p, fy.ld, targets, FAR_ROWS, D, 0.1f, 0.5f, loss[1], zloss[1]);
+    far_equal(fy, y, D);
+    assert_memory_equal(loss[0], loss[1], sizeof loss[0]);
+    far_free(fx);
+    far_free(fy);
+    far_free(fdx);
+}
+
+// All gradients of a GEMM, not its forward pass alone.
+static void gradients_of_far_rows_are_right(void **state) {
+    (void)state;
+    enum { D = FAR_WIDTH, ELEMS = (D + 31) / 32 * 32 * D };
+    float a[FAR_ROWS * D], b[FAR_ROWS * D], c[FAR_ROWS * D];
+    const dpl_mat x = near_mat(a, 1), dy = near_mat(b, 2), dx = near_mat(c, 3);
+    const dpl_mat fx = far_mat(DPL_F32), fdy = far_mat(DPL_F32), fdx = far_mat(DPL_F32);
+    float *w = random_floats(ELEMS, 4);
+    float *dw[2] = {dpl_alloc_array(ELEMS, 4), dpl_alloc_array(ELEMS, 4)};
+    const dpl_weight weight = {w, DPL_F32, 1, D, D};
+    const dpl_groups rows = dpl_one_group(FAR_ROWS);
+    far_fill(fx, x, D);
+    far_fill(fdy, dy, D);
+    dpl_gemm_dgrad(ctx, dy, &weight, rows, dx, false);
+    dpl_gemm_dgrad(ctx, fdy, &weight, rows, fdx, false);
+    far_equal(fdx, dx, D);
+    dpl_gemm_wgrad(ctx, dy, x, rows, D, D, DPL_F32, dw[0]);
+    dpl_gemm_wgrad(ctx, fdy, fx, rows, D, D, DPL_F32, dw[1]);
+    dpl_ctx_wait(ctx);
+    assert_memory_equal(dw[0], dw[1], ELEMS * sizeof(float));
+    assert_false(all_zero_bits(dw[0], ELEMS * sizeof(float)));
+    for (int i = 0; i < 2; i++) dpl_free(dw[i]);
+    dpl_free(w);
+    far_free(fx);
+    far_free(fdy);
+    far_free(fdx);
+}
+
+// Attention over rows that lie far apart; all of its matrices at once.
+static void attention_of_far_rows_is_right(void **state) {
+    (void)state;
+    enum { H = 2, NOPE = 8, ROPE = 4, V = 6, N = 8 };
+    static const size_t width[N] = {H * (NOPE + ROPE), H * (NOPE + V), ROPE, H * V, H * V,
+                                    H * (NOPE + ROPE), H * (NOPE + V), ROPE};
+    static float values[N][FAR_ROWS * FAR_WIDTH];
+    float lse[2][FAR_ROWS * H];
+    dpl_mat near[N], far[N];
+    for (size_t i = 0; i < N; i++) {
+        near[i] = near_mat(values[i], i);
+        far[i] = far_mat(DPL_F32);
+        far_fill(far[i], near[i], width[i]);
+    }
+    for (int is_far = 0; is_far < 2; is_far++) {
+        const dpl_mat *m = is_far ? far : near;
+        const dpl_attention a = {.n_batch = 1,
+                                 .n_seq = FAR_ROWS,
+                                 .n_heads = H,
+                                 .d_nope = NOPE,
+                                 .d_rope = ROPE,
+                                 .d_v = V,
+                                 .scale = 0.3f,
+                                 .q = m[0],
+                                 .kv = m[1],
+                                 .k_rope = m[2]};
+        dpl_attention_forward(ctx, &a, m[4], lse[is_far]);
+        dpl_attention_backward(ctx, &a, m[4], lse[is_far], m[3], m[5], m[6], m[7]);
+        dpl_ctx_wait(ctx);
+    }
+    assert_memory_equal(lse[0], lse[1], sizeof lse[0]);
+    for (size_t i = 4; i < N; i++) far_equal(far[i], near[i], width[i]);
+    for (size_t i = 0; i < N; i++) far_free(far[i]);
+}
+
+// An embedding of more than 2^31 elements: its last row is read, and its gradient goes there.
+static void the_last_row_of_a_large_embedding_is_found(void **state) {
+    (void)state;
+    enum { N = 3 };
+    const size_t v = 299600, d = 7168, bytes = v * d * sizeof(float);
+    float *table = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    float *dtable = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
+                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (table == MAP_FAILED || dtable == MAP_FAILED) skip();
+    const int32_t tokens[N] = {(int32_t)v - 1, 0, (int32_t)v - 1};
+    float *y = dpl_alloc_array(N * d, sizeof *y);
+    for (size_t c = 0; c < d; c++) table[(v - 1) * d + c] = (float)(c + 1);
+    dpl_embed_forward(ctx, table, false, tokens, N, v, d, dpl_mat_f32(y, d));
+    dpl_ctx_wait(ctx);
+    for (size_t c = 0; c < d; c++)
+        assert_true(y[c] == (float)(c + 1) && y[d + c] == 0 && y[2 * d + c] == y[c]);
+    dpl_embed_backward(ctx, dpl_mat_f32(y, d), tokens, false, N, v, d, dtable);
+    dpl_ctx_wait(ctx);
+    for (size_t c = 0; c < d; c++)
+        assert_true(dtable[(v - 1) * d + c] == 2 * (float)(c + 1) && dtable[c] == 0);
+    dpl_free(y);
+    munmap(table, bytes);
+    munmap(dtable, bytes);
+}
+
+/* ---- what holds over many calls, and between ranks ----------------------------------------------
+ */
+
+static dpl_comm_ops counting; // the transport of one rank; exchanges are counted
+static int n_calls;
+
+static dpl_status counted_all_to_all(dpl_comm *comm, dpl_blocks send, dpl_blocks receive,
+                                     dpl_ticket *ticket_out) {
+    n_calls++;
+    return dpl_comm_self.all_to_all(comm, send, receive, ticket_out);
+}
+
+static dpl_status counted_all_gather(dpl_comm *comm, const void *send, size_t bytes, void *receive,
+                                     dpl_ticket *ticket_out) {
+    n_calls += 1000;
+    return dpl_comm_self.all_gather(comm, send, bytes, receive, ticket_out);
+}
+
+// A rank that has no tokens, or whose experts get none, makes the same exchanges as any other: else
+// the others wait for ever.
+static void exchanges_do_not_depend_on_the_tokens(void **state) {
+    (void)state;
+    static const struct {
+        size_t t;
+        bool one_expert, padding;
+    } cases[] = {{40, false, false},
+                 {0, false, false},
+                 {1, false, false},
+                 {40, true, false},
+                 {40, false, true}};
+    int expected[2] = {0};
+    counting = dpl_comm_self;
+    counting.all_to_all = counted_all_to_all;
+    counting.all_gather = counted_all_gather;
+    for (size_t i = 0; i < DPL_COUNT(cases); i++) {
+        lab_rule rule = {
+            .t = cases[i].t, .d = 16, .f = 8, .rule = lab_sigmoid(4, 1), .bias = true, .seed = 23};
+        lab l;
+        lab_open(&rule, &l);
+        for (size_t e = 0; cases[i].one_expert && e < 4; e++) l.bias[e] = e ? -10 : 10;
+        if (cases[i].padding) l.segment = dpl_alloc_array(rule.t, sizeof *l.segment);
+        l.comm->ops = &counting;
+        n_calls = 0;
+        assert_int_equal(lab_forward(&l, ctx), DPL_OK);
+        const int forward = n_calls;
+        assert_int_equal(lab_backward(&l, ctx), DPL_OK);
+        const int backward = n_calls - forward;
+        if (i == 0) expected[0] = forward, expected[1] = backward;
+        assert_true(forward > 0 && forward == expected[0] && backward == expected[1]);
+        l.comm->ops = &dpl_comm_self;
+        lab_close(&l);
+    }
+}
+
+static size_t resident_bytes(void) {
+    unsigned long size = 0, resident = 0;
+    FILE *file = fopen("/proc/self/statm", "r");
+    if (!file || fscanf(file, "%lu %lu", &size, &resident) != 2) fail_msg("no /proc/self/statm");
+    fclose(file);
+    return resident * 4096;
+}
+
+// A thousand calls, each with another number of tokens and another few experts that get them all:
+// memory does not grow. Sanitizers keep what was freed, so there only the arena is looked at.
+static void uneven_loads_take_no_more_and_more_memory(void **state) {
+    (void)state;
+    enum { STEPS = 1000, WARM = 100, T = 160 };
+    lab_rule rule = {
+        .t = T, .d = 32, .f = 24, .rule = lab_sigmoid(16, 2), .bias = true, .seed = 24};
+    dpl_ctx *own = lab_ctx(2, false, NULL);
+    lab l;
+    lab_open(&rule, &l);
+    size_t resident = 0, peak = 0;
+    for (uint64_t step = 0; step < STEPS; step++) {
+        for (size_t e = 0; e < 16; e++)
+            l.bias[e] = (float)(5 * dpl_rng_normal(24, 100 + step / 8, e));
+        l.rule.t = step % 50 == 7 ? T : dpl_rng_u64(24, 1, step) % (T + 1);
+        assert_int_equal(lab_run(&l, own), DPL_OK);
+        dpl_ctx_release(own, 0);
+        if (step == WARM) resident = resident_bytes(), peak = dpl_arena_peak_bytes(own->arena);
+    }
+    assert_int_equal(dpl_arena_peak_bytes(own->arena), peak);
+    if (!HAS_SANITIZER) assert_true(resident_bytes() <= resident + resident / 100);
+    lab_close(&l);
+    dpl_ctx_close(&own);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(empty_groups_have_zero_gradients_and_no_stray_rows),
@@ -830,6 +1221,17 @@ int main(void) {
         cmocka_unit_test(strided_gradients_are_read_only),
         cmocka_unit_test(passes_may_interleave),
         cmocka_unit_test(gradients_may_be_left_out),
+        cmocka_unit_test(rows_behind_the_last_reach_no_token),
+        cmocka_unit_test(gradients_of_weights_may_be_absent),
+        cmocka_unit_test(the_workspace_is_enough_for_any_routing),
+        cmocka_unit_test(wide_rows_stay_in_their_bounds),
+        cmocka_unit_test(moved_rows_may_lie_far_apart),
+        cmocka_unit_test(rows_of_any_operator_may_lie_far_apart),
+        cmocka_unit_test(gradients_of_far_rows_are_right),
+        cmocka_unit_test(attention_of_far_rows_is_right),
+        cmocka_unit_test(the_last_row_of_a_large_embedding_is_found),
+        cmocka_unit_test(exchanges_do_not_depend_on_the_tokens),
+        cmocka_unit_test(uneven_loads_take_no_more_and_more_memory),
     };
     return cmocka_run_group_tests(tests, open_ctx, close_ctx);
 }
