@@ -76,11 +76,12 @@ static void long_paths(void **state) {
     for (size_t i = 0; i < sizeof path; i += 100) path[i] = '/';
     path[sizeof path - 1] = '\0';
     dpl_map map;
+    dpl_out folder;
     check_error(dpl_path_join(path, "b", out), DPL_EIO, "longer", "");
     check_error(dpl_map_open(path, &map), DPL_EIO, "longer", "");
     check_error(dpl_make_dirs(path), DPL_EIO, "longer", "");
     check_error(dpl_write_file(path, "", 0), DPL_EIO, "longer", "");
-    check_error(dpl_stage_open(path, out, sizeof out), DPL_EIO, "longer", "");
+    check_error(dpl_out_open_dir(path, &folder), DPL_EIO, "longer", "");
     // Two that are short enough alone.
     path[PATH_MAX / 2] = '\0';
     check_error(dpl_path_join(path, path, out), DPL_EIO, "longer", "");
@@ -94,12 +95,11 @@ static void long_paths(void **state) {
 static void odd_names(void **state) {
     (void)state;
     static const char *const bad[] = {"", "/", ".", "..", "a/..", "a/./", "//"};
-    char staged[PATH_MAX];
+    dpl_out out;
     for (size_t i = 0; i < DPL_COUNT(bad); i++) {
         check_error(dpl_write_file(bad[i], "x", 1), DPL_EINVAL, "name", "");
-        check_error(dpl_stage_open(bad[i], staged, sizeof staged), DPL_EINVAL, "name", "");
+        check_error(dpl_out_open_dir(bad[i], &out), DPL_EINVAL, "name", "");
     }
-    check_error(dpl_stage_open(scratch_path("ck"), staged, 4), DPL_ENOSPC, ".ck.tmp", "");
     check_error(dpl_write_file(scratch_path("none/a"), "x", 1), DPL_EIO, "none/.a.tmp", "");
     check_ok(dpl_make_dirs(scratch_path("folder/sub")));
     check_error(dpl_write_file(scratch_path("folder"), "x", 1), DPL_EIO, "folder", "");
@@ -164,20 +164,19 @@ static void full_disk(void **state) {
 
 // A folder whose files all hold the generation's number.
 static dpl_status save(const char *path, int generation) {
-    char staged[PATH_MAX], file[PATH_MAX], text[16];
-    DPL_TRY(dpl_stage_open(path, staged, sizeof staged));
+    char file[PATH_MAX], text[16];
+    dpl_out out;
+    DPL_TRY(dpl_out_open_dir(path, &out));
     snprintf(text, sizeof text, "%d", generation);
     dpl_status status = DPL_OK;
     for (int i = 0; i < 3 && status == DPL_OK; i++) {
         static const char *const names[] = {"a", "sub/b", "sub/deep/c"};
-        status = dpl_path_join(staged, "sub/deep", file);
+        status = dpl_path_join(out.temp, "sub/deep", file);
         if (status == DPL_OK) status = dpl_make_dirs(file);
-        if (status == DPL_OK) status = dpl_path_join(staged, names[i], file);
+        if (status == DPL_OK) status = dpl_path_join(out.temp, names[i], file);
         if (status == DPL_OK) status = dpl_write_file(file, text, strlen(text));
     }
-    if (status == DPL_OK) status = dpl_stage_commit(staged, path);
-    if (status != DPL_OK) dpl_stage_abandon(staged);
-    return status;
+    return dpl_out_close(&out, status);
 }
 
 // The generation of a whole folder; -1 if there is none. A mixture ends the test.

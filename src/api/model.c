@@ -108,16 +108,13 @@ dpl_status dpl_model_loss(dpl_model *model, const int32_t *ids, const int32_t *t
 /* ---- write ---- */
 dpl_status dpl_model_write(dpl_model *model, const char *path, const char *dtype_name,
                            size_t shard_bytes) {
-    char staged[PATH_MAX];
+    dpl_out out;
     DPL_NEED(model && path && dtype_name);
     const dpl_dtype dtype = dpl_is(dtype_name, "float32") ? DPL_F32 : DPL_BF16;
     DPL_CHECK(dpl_is(dtype_name, dpl_api_dtype_name(dtype)),
               "dtype is \"%s\", expected float32 or bfloat16", dtype_name);
     DPL_CHECK(!dpl_path_exists(path) || dpl_has_file(path, "config.json"),
               "%s is no model directory: it will not be replaced", path);
-    DPL_TRY(dpl_stage_open(path, staged, sizeof staged));
-    dpl_status status = dpl_model_save(model, staged, dtype, shard_bytes);
-    if (status == DPL_OK) status = dpl_stage_commit(staged, path);
-    if (status != DPL_OK) dpl_stage_abandon(staged);
-    return status;
+    DPL_TRY(dpl_out_open_dir(path, &out));
+    return dpl_out_close(&out, dpl_model_save(model, out.temp, dtype, shard_bytes));
 }

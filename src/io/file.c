@@ -118,9 +118,8 @@ dpl_status dpl_remove_tree(const char *path) {
 /* ---- syncing and renaming ------------------------------------------------------------------- */
 static dpl_status sync_fd(int fd, const char *path) {
     // Some file systems have nothing to sync for a folder and say EINVAL.
-    if (fault_strikes() || (fsync(fd) != 0 && errno != EINVAL))
-        return dpl_fail(DPL_EIO, "cannot sync %s: %m", path);
-    return DPL_OK;
+    const bool good = !fault_strikes() && (fsync(fd) == 0 || errno == EINVAL);
+    return good ? DPL_OK : dpl_fail(DPL_EIO, "cannot sync %s: %m", path);
 }
 
 static dpl_status sync_path(const char *path) {
@@ -140,12 +139,37 @@ static int rename_path(const char *from, const char *to, unsigned flags) {
     return fault_strikes() ? -1 : renameat2(AT_FDCWD, from, AT_FDCWD, to, flags);
 }
 
-/* ---- files ---------------------------------------------------------------------------------- */
+// Gives `temp` the name `path`, in `dir`. A plain rename serves for files, and where nothing, or an
+// empty folder, has the name. Else the names are swapped, so that both folders are whole at every
+// moment; the old one goes after the sync.
+static dpl_status put_in_place(const char *temp, const char *path, const char *dir) {
+    int rc = rename_path(temp, path, 0);
+    const bool swap = rc != 0 && (errno == ENOTEMPTY || errno == EEXIST);
+    if (swap) rc = rename_path(temp, path, RENAME_EXCHANGE);
+    DPL_EXPECT(rc == 0 || !swap || (errno != EINVAL && errno != ENOSYS), DPL_ENOSUP,
+               "this file system cannot replace %s in one step: remove it first", path);
+    DPL_EXPECT(rc == 0, DPL_EIO, "cannot rename %s to %s: %m", temp, path);
+    DPL_TRY(sync_path(dir));
+    if (swap && dpl_remove_tree(temp) != DPL_OK)
+        dpl_log("the new %s is in place, but: %s", path, dpl_error_message());
+    return DPL_OK;
+}
+
+/* ---- writing -------------------------------------------------------------------------------- */
 dpl_status dpl_out_open(const char *path, dpl_out *out) {
     DPL_TRY(split_path(path, out->dir, out->temp));
     strcpy(out->path, path);
     out->fd = open(out->temp, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0666);
-    return out->fd >= 0 ? DPL_OK : dpl_fail(DPL_EIO, "cannot create %s: %m", out->temp);
+    DPL_EXPECT(out->fd >= 0, DPL_EIO, "cannot create %s: %m", out->temp);
+    return DPL_OK;
+}
+
+dpl_status dpl_out_open_dir(const char *path, dpl_out *out) {
+    DPL_TRY(split_path(path, out->dir, out->temp));
+    strcpy(out->path, path);
+    out->fd = -1;
+    DPL_TRY(dpl_remove_tree(out->temp)); // what a killed run left
+    return dpl_make_dirs(out->temp);
 }
 
 dpl_status dpl_out_write(dpl_out *out, const void *data, size_t bytes) {
@@ -161,71 +185,20 @@ dpl_status dpl_out_write(dpl_out *out, const void *data, size_t bytes) {
     return fault ? dpl_fail(DPL_EIO, "cannot write %s: %s", out->path, strerror(ENOSPC)) : DPL_OK;
 }
 
-dpl_status dpl_out_commit(dpl_out *out) {
-    dpl_status status = sync_fd(out->fd, out->path);
+dpl_status dpl_out_close(dpl_out *out, dpl_status status) {
+    const bool folder = out->fd < 0;
+    if (status == DPL_OK) status = folder ? walk(out->temp, sync_one) : sync_fd(out->fd, out->path);
     // Some file systems report a full disk only here.
-    if (close(out->fd) != 0 && status == DPL_OK)
+    if (!folder && close(out->fd) != 0 && status == DPL_OK)
         status = dpl_fail(DPL_EIO, "cannot write %s: %m", out->path);
-    out->fd = -1;
-    if (status == DPL_OK && rename_path(out->temp, out->path, 0) != 0)
-        status = dpl_fail(DPL_EIO, "cannot rename %s to %s: %m", out->temp, out->path);
-    if (status == DPL_OK) {
-        out->temp[0] = '\0';
-        status = sync_path(out->dir);
-    }
-    dpl_out_abandon(out);
+    if (status == DPL_OK) status = put_in_place(out->temp, out->path, out->dir);
+    if (status != DPL_OK && dpl_remove_tree(out->temp) != DPL_OK)
+        dpl_log("%s", dpl_error_message());
     return status;
-}
-
-void dpl_out_abandon(dpl_out *out) {
-    if (out->fd >= 0) close(out->fd);
-    out->fd = -1;
-    unlink(out->temp);
-    out->temp[0] = '\0';
 }
 
 dpl_status dpl_write_file(const char *path, const void *data, size_t bytes) {
     dpl_out out;
     DPL_TRY(dpl_out_open(path, &out));
-    const dpl_status status = dpl_out_write(&out, data, bytes);
-    if (status == DPL_OK) return dpl_out_commit(&out);
-    dpl_out_abandon(&out);
-    return status;
-}
-
-/* ---- directories ---------------------------------------------------------------------------- */
-dpl_status dpl_stage_open(const char *final_path, char *staged_path_out, size_t path_size) {
-    char temp[PATH_MAX], dir[PATH_MAX];
-    DPL_TRY(split_path(final_path, dir, temp));
-    if (strlen(temp) >= path_size)
-        return dpl_fail(DPL_ENOSPC, "no room for the path of %zu bytes: %s", strlen(temp), temp);
-    DPL_TRY(dpl_make_dirs(dir));
-    DPL_TRY(dpl_remove_tree(temp)); // what a killed run left
-    if (mkdir(temp, 0777) != 0) return dpl_fail(DPL_EIO, "cannot make the folder %s: %m", temp);
-    strcpy(staged_path_out, temp);
-    return DPL_OK;
-}
-
-dpl_status dpl_stage_commit(const char *staged_path, const char *final_path) {
-    char dir[PATH_MAX], temp[PATH_MAX];
-    DPL_TRY(split_path(final_path, dir, temp));
-    DPL_TRY(walk(staged_path, sync_one));
-    // A plain rename serves where nothing, or an empty folder, has the name. Else the names are
-    // swapped, so that both are whole at every moment; the old folder goes after the sync.
-    int rc = rename_path(staged_path, final_path, 0);
-    const bool swap = rc != 0 && (errno == ENOTEMPTY || errno == EEXIST);
-    if (swap) rc = rename_path(staged_path, final_path, RENAME_EXCHANGE);
-    if (swap && rc != 0 && (errno == EINVAL || errno == ENOSYS))
-        return dpl_fail(DPL_ENOSUP,
-                        "this file system cannot replace %s in one step: remove it first",
-                        final_path);
-    if (rc != 0) return dpl_fail(DPL_EIO, "cannot rename %s to %s: %m", staged_path, final_path);
-    DPL_TRY(sync_path(dir));
-    if (swap && dpl_remove_tree(staged_path) != DPL_OK)
-        dpl_log("the new %s is in place, but: %s", final_path, dpl_error_message());
-    return DPL_OK;
-}
-
-void dpl_stage_abandon(const char *staged_path) {
-    if (dpl_remove_tree(staged_path) != DPL_OK) dpl_log("%s", dpl_error_message());
+    return dpl_out_close(&out, dpl_out_write(&out, data, bytes));
 }

@@ -26,23 +26,19 @@ dpl_status dpl_remove_tree(const char *path);
 // "DIR/NAME" into out, which holds PATH_MAX bytes and may be dir. Longer paths are errors anywhere.
 dpl_status dpl_path_join(const char *dir, const char *name, char *out);
 
-// A file that appears under its name at commit, synced, or not at all. Until then its bytes are in
-// "DIR/.NAME.tmp". Commit abandons when it fails; abandon after commit does nothing.
+// A file or a folder that appears under its name when it is closed, synced, or not at all. Until
+// then it is "DIR/.NAME.tmp".
 typedef struct dpl_out {
     char path[PATH_MAX], dir[PATH_MAX], temp[PATH_MAX];
-    int fd;
+    int fd; // -1: a folder, to be filled at temp
 } dpl_out;
 dpl_status dpl_out_open(const char *path, dpl_out *out);
+dpl_status dpl_out_open_dir(const char *path, dpl_out *out); // makes the folders above it too
 dpl_status dpl_out_write(dpl_out *out, const void *data, size_t bytes);
-dpl_status dpl_out_commit(dpl_out *out);
-void dpl_out_abandon(dpl_out *out);
+// Puts it into its place, where a folder is swapped with what is there (DPL_ENOSUP: the file system
+// cannot); removes it if that fails, or if `status` says that filling it has. Returns that failure.
+dpl_status dpl_out_close(dpl_out *out, dpl_status status);
 dpl_status dpl_write_file(const char *path, const void *data, size_t bytes); // all that at once
-// An all-or-nothing directory: open gives an empty "PARENT/.NAME.tmp" to be filled, commit syncs
-// all in it and swaps it with what has the final name (DPL_ENOSUP: the file system cannot), abandon
-// removes it, after a failed commit too.
-dpl_status dpl_stage_open(const char *final_path, char *staged_path_out, size_t path_size);
-dpl_status dpl_stage_commit(const char *staged_path, const char *final_path);
-void dpl_stage_abandon(const char *staged_path);
 // Tests: the n-th write (halfway), sync or rename from now fails with ENOSPC, once (0: off).
 void dpl_fault_write(size_t nth);
 

@@ -81,8 +81,7 @@ static dpl_status write_part(const plan *p, const char *path, size_t first, size
         const void *data = p->data_of ? p->data_of(p->arg, number) : p->tensors[number].data;
         status = dpl_out_write(&out, data, bytes_at(p, i));
     }
-    if (status == DPL_OK) status = dpl_out_commit(&out);
-    else if (is_open) dpl_out_abandon(&out);
+    if (is_open) status = dpl_out_close(&out, status);
     json_decref(header);
     return status;
 }

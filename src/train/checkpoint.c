@@ -204,8 +204,8 @@ static dpl_status write_state(const dpl_trainer *t, const char *path) {
     for (size_t i = 0; i < DPL_OPT_N && dpl_config_option(i, &info) == DPL_OK; i++)
         json_object_set_new(options, info.name, json_string(t->config->text[i]));
     json_t *state = json_pack("{s:i, s:I, s:I, s:I, s:I, s:I, s:I, s:s, s:o}", "version", 1, "step",
-                              t->step - 1, "n_updates", t->optimizer->n_updates, "data_position",
-                              t->position, "data_samples", dpl_data_samples(t->data, false),
+                              t->step - 1, "n_updates", t->optimizer.n_updates, "data_position",
+                              t->position, "data_samples", dpl_data_samples(&t->data, false),
                               "global_batch", t->batch.n_batch, "max_target_length", t->batch.n_seq,
                               "cpu_level", dpl_ctx_cpu_level(t->ctx), "options", options);
     const dpl_status status = dpl_json_write(path, state);
@@ -228,14 +228,14 @@ static dpl_status apply_state(dpl_trainer *t, json_t *state, const char *path) {
               "%s has %lld sequences of %lld tokens a step, the configuration has %zu of %zu: "
               "per_device_batch_size * gradient_accumulation_steps, max_target_length",
               path, (long long)n_batch, (long long)n_seq, t->batch.n_batch, t->batch.n_seq);
-    if (samples != (json_int_t)dpl_data_samples(t->data, false))
+    if (samples != (json_int_t)dpl_data_samples(&t->data, false))
         dpl_log("warning: the training data has %llu samples, it had %lld when %s was written",
-                (unsigned long long)dpl_data_samples(t->data, false), (long long)samples, path);
+                (unsigned long long)dpl_data_samples(&t->data, false), (long long)samples, path);
     if (!dpl_is(level, own_level))
         dpl_log("notice: %s was written at CPU level %s, this is %s: results go on within rounding",
                 path, level, own_level);
     t->step = step + 1;
-    t->optimizer->n_updates = n_updates;
+    t->optimizer.n_updates = n_updates;
     t->position = (uint64_t)position;
     return DPL_OK;
 }
@@ -243,7 +243,7 @@ static dpl_status apply_state(dpl_trainer *t, json_t *state, const char *path) {
 /* ---- save and load ---- */
 static dpl_status write_parts(dpl_trainer *t, const char *dir) {
     char path[PATH_MAX];
-    float *const flats[] = {t->optimizer->m, t->optimizer->v};
+    float *const flats[] = {t->optimizer.m, t->optimizer.v};
     DPL_TRY(dpl_model_save(t->model, dir, DPL_F32, 0));
     DPL_TRY(dpl_path_join(dir, "optimizer.safetensors", path));
     DPL_TRY(dpl_model_save_flat(t->model, path, moments, flats, DPL_COUNT(flats)));
@@ -253,20 +253,16 @@ static dpl_status write_parts(dpl_trainer *t, const char *dir) {
 }
 
 dpl_status dpl_trainer_save(dpl_trainer *t) {
-    char checkpoints[PATH_MAX], path[PATH_MAX], staged[PATH_MAX], name[32];
+    char checkpoints[PATH_MAX], path[PATH_MAX], name[32];
+    dpl_out out;
     DPL_NEED(t);
     DPL_CHECK(t->step > 0, "there is nothing to save before the first step");
     snprintf(name, sizeof name, "%lld", (long long)t->step - 1);
     DPL_TRY(dpl_path_join(t->run_dir, "checkpoints", checkpoints));
-    DPL_TRY(dpl_make_dirs(checkpoints));
     DPL_TRY(dpl_path_join(checkpoints, name, path));
-    DPL_TRY(dpl_stage_open(path, staged, sizeof staged));
-    dpl_status status = write_parts(t, staged);
-    if (status == DPL_OK) status = dpl_stage_commit(staged, path);
-    if (status != DPL_OK) {
-        dpl_stage_abandon(staged);
-        return dpl_fail_in(status, "checkpoint of step %s", name);
-    }
+    DPL_TRY(dpl_out_open_dir(path, &out));
+    const dpl_status status = dpl_out_close(&out, write_parts(t, out.temp));
+    if (status != DPL_OK) return dpl_fail_in(status, "checkpoint of step %s", name);
     t->saved = t->step - 1;
     const int64_t n_keep = t->o->max_num_checkpoints_to_keep;
     if (n_keep > 0 && remove_all_but(n_keep, checkpoints, is_step) != DPL_OK)
@@ -277,7 +273,7 @@ dpl_status dpl_trainer_save(dpl_trainer *t) {
 dpl_status dpl_checkpoint_load(dpl_trainer *t, const char *dir) {
     char path[PATH_MAX];
     json_t *state;
-    float *const flats[] = {t->optimizer->m, t->optimizer->v};
+    float *const flats[] = {t->optimizer.m, t->optimizer.v};
     DPL_TRY(dpl_path_join(dir, "trainer.json", path));
     DPL_TRY(dpl_json_read(path, &state));
     const dpl_status status = apply_state(t, state, path);
