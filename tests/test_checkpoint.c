@@ -223,8 +223,8 @@ static void starting_points(void **state) {
     t = run_open(ctx, weights);
     assert_memory_equal(t->model->params.master, source->model->params.master,
                         t->model->params.elems * sizeof(float));
-    assert_true(t->step == 0 && t->position == 0 && t->optimizer->n_updates == 0 &&
-                t->optimizer->m[0] == 0);
+    assert_true(t->step == 0 && t->position == 0 && t->optimizer.n_updates == 0 &&
+                t->optimizer.m[0] == 0);
     check_ok(dpl_trainer_run(t, NULL));
     dpl_trainer_close(&t);
     run_set(weights, "steps=4");

@@ -18,8 +18,8 @@
 #include "scratch.h"
 #include "trainkit.h"
 
-static dpl_data *open_data(const dpl_config *config, size_t n_batch) {
-    dpl_data *data = NULL;
+static dpl_data open_data(const dpl_config *config, size_t n_batch) {
+    dpl_data data = {0};
     check_ok(dpl_data_open(&config->o, n_batch, 256, &data));
     return data;
 }
@@ -74,15 +74,15 @@ static void epochs_and_positions(void **state) {
     dpl_config *config = run_config("dataset_type=text", "eval_split_fraction=0",
                                     "data_shuffle_seed=3", NULL);
     run_set(config, "dataset_path=%s", path);
-    dpl_data *data = open_data(config, 2);
-    assert_int_equal(dpl_data_samples(data, false), 10);
-    assert_int_equal(dpl_data_samples(data, true), 0);
+    dpl_data data = open_data(config, 2);
+    assert_int_equal(dpl_data_samples(&data, false), 10);
+    assert_int_equal(dpl_data_samples(&data, true), 0);
     dpl_tokens batch, two;
     check_ok(dpl_tokens_alloc(2, 16, &batch));
     check_ok(dpl_tokens_alloc(2, 16, &two));
     int order[40];
     for (uint64_t step = 0; step < 20; step++) {
-        dpl_data_train(data, 2 * step, &batch);
+        dpl_data_train(&data, 2 * step, &batch);
         for (int row = 0; row < 2; row++) {
             int window = 0;
             while (memcmp(batch.ids + row * 16, (int32_t[16]){byte_at((size_t)window * 16)}, 4) !=
@@ -99,18 +99,18 @@ static void epochs_and_positions(void **state) {
         assert_int_equal(seen, 1023);
         if (epoch) assert_memory_not_equal(order + epoch * 10, order, 10 * sizeof(int));
     }
-    dpl_data *again = open_data(config, 2); // a new process at step 7
+    dpl_data again = open_data(config, 2); // a new process at step 7
     for (uint64_t step = 7; step < 16; step++) {
-        dpl_data_train(data, 2 * step, &batch);
-        dpl_data_train(again, 2 * step, &two);
+        dpl_data_train(&data, 2 * step, &batch);
+        dpl_data_train(&again, 2 * step, &two);
         assert_memory_equal(batch.ids, two.ids, 4 * 2 * 16 * sizeof(int32_t));
     }
     dpl_data_close(&again);
     run_set(config, "enable_data_shuffling=false");
-    dpl_data_train(data, 12, &batch);
+    dpl_data_train(&data, 12, &batch);
     assert_int_equal(batch.ids[0], byte_at(32));
     run_set(config, "reuse_example_batch=1");
-    dpl_data_train(data, 12, &batch);
+    dpl_data_train(&data, 12, &batch);
     assert_int_equal(batch.ids[0], byte_at(0));
     dpl_data_close(&data);
     dpl_tokens_free(&batch);
@@ -130,17 +130,17 @@ static void each_token_once(void **state) {
         write_counters(path, sizes[s]);
         dpl_config *config = run_config("dataset_type=text", "eval_split_fraction=0.25", NULL);
         run_set(config, "dataset_path=%s", path);
-        dpl_data *data = open_data(config, 4);
+        dpl_data data = open_data(config, 4);
         dpl_tokens b;
         check_ok(dpl_tokens_alloc(3, 16, &b));
         const size_t n_eval = sizes[s] / 4, split = sizes[s] - n_eval;
         for (int eval = 0; eval < 2; eval++) {
             size_t at = eval ? split : 0;
             run_set(config, "enable_data_shuffling=false");
-            const uint64_t n = dpl_data_samples(data, eval);
+            const uint64_t n = dpl_data_samples(&data, eval);
             for (uint64_t first = 0; first < n; first += 3) {
-                if (eval) dpl_data_eval(data, first, &b);
-                else dpl_data_train(data, first, &b);
+                if (eval) dpl_data_eval(&data, first, &b);
+                else dpl_data_train(&data, first, &b);
                 for (size_t i = 0; i < 3 * 16; i++) {
                     if (first + i / 16 >=
                         n) { // past the last: padding, or in training the next epoch
@@ -201,15 +201,15 @@ static void documents(void **state) {
     dpl_config *config = run_config("dataset_type=text", "eval_split_fraction=0",
                                     "max_target_length=8", "enable_data_shuffling=false", NULL);
     run_set(config, "dataset_path=%s", write_documents());
-    dpl_data *data = open_data(config, 1);
-    check_rows(data, 4, (const char *const[]){"abcdefgh", "ijklmnop", "qrstuvwx", "yzAB----"},
+    dpl_data data = open_data(config, 1);
+    check_rows(&data, 4, (const char *const[]){"abcdefgh", "ijklmnop", "qrstuvwx", "yzAB----"},
                (const char *const[]){"bc--fghi", "-klmnopq", "rstuvwxy", "zABC----"},
                (const char *const[]){"11123333", "12222222", "11111111", "11110000"},
                (const char *const[]){"01200123", "00123456", "01234567", "01230000"});
     dpl_data_close(&data);
     run_set(config, "attend_across_documents=true");
     data = open_data(config, 1);
-    check_rows(data, 4, (const char *const[]){"abcdefgh", "ijklmnop", "qrstuvwx", "yzAB----"},
+    check_rows(&data, 4, (const char *const[]){"abcdefgh", "ijklmnop", "qrstuvwx", "yzAB----"},
                (const char *const[]){"bcdefghi", "jklmnopq", "rstuvwxy", "zABC----"},
                (const char *const[]){"11111111", "11111111", "11111111", "11110000"},
                (const char *const[]){"01234567", "01234567", "01234567", "01230000"});
@@ -217,7 +217,7 @@ static void documents(void **state) {
     run_set(config, "attend_across_documents=false");
     run_set(config, "packing=false");
     data = open_data(config, 1);
-    check_rows(data, 5,
+    check_rows(&data, 5,
                (const char *const[]){"ab------", "efgh----", "jklmnopq", "rstuvwxy", "zAB-----"},
                (const char *const[]){"bc------", "fghi----", "klmnopqr", "stuvwxyz", "ABC-----"},
                (const char *const[]){"11000000", "11110000", "11111111", "11111111", "11100000"},
@@ -272,12 +272,12 @@ static void eval_data_of_its_own(void **state) {
     dpl_config *config = run_config("dataset_type=text", NULL);
     run_set(config, "dataset_path=%s", train);
     run_set(config, "eval_dataset_path=%s", eval);
-    dpl_data *data = open_data(config, 4);
+    dpl_data data = open_data(config, 4);
     dpl_tokens b;
     check_ok(dpl_tokens_alloc(1, 16, &b));
-    assert_int_equal(dpl_data_samples(data, false), 7);
-    assert_int_equal(dpl_data_samples(data, true), 2);
-    dpl_data_eval(data, 0, &b);
+    assert_int_equal(dpl_data_samples(&data, false), 7);
+    assert_int_equal(dpl_data_samples(&data, true), 2);
+    dpl_data_eval(&data, 0, &b);
     assert_true(b.ids[0] == 'a' && b.targets[15] == 'q');
     dpl_tokens_free(&b);
     dpl_data_close(&data);
@@ -287,19 +287,23 @@ static void eval_data_of_its_own(void **state) {
 // 137 and others: data that cannot be trained on is an error that says why.
 static void wrong_data(void **state) {
     (void)state;
-    dpl_data *data = NULL;
+    dpl_data data = {0};
     dpl_config *config = run_config("dataset_type=text", NULL);
     run_set(config, "dataset_path=%s", scratch_path("none.txt"));
     check_error(dpl_data_open(&config->o, 4, 256, &data), DPL_EIO, "none.txt", "");
+    dpl_data_close(&data);
     const char *path = scratch_path("short.txt");
     scratch_text(path, "");
     run_set(config, "dataset_path=%s", path);
     assert_int_not_equal(dpl_data_open(&config->o, 4, 256, &data), DPL_OK);
+    dpl_data_close(&data);
     scratch_text(path, "a");
     check_error(dpl_data_open(&config->o, 4, 256, &data), DPL_EINVAL, "short.txt", "two at least");
+    dpl_data_close(&data);
     scratch_text(path, "abc\xff");
     check_error(dpl_data_open(&config->o, 4, 128, &data), DPL_EFORMAT, "short.txt",
                 "3"); // the offset
+    dpl_data_close(&data);
     dpl_config_close(&config);
 
     int32_t ids[64] = {0}, targets[64] = {0};
@@ -309,24 +313,26 @@ static void wrong_data(void **state) {
     run_write_batch(batch, 2, 16, ids, targets, NULL, NULL);
     check_error(dpl_data_open(&config->o, 4, 256, &data), DPL_EINVAL, "batch.safetensors",
                 "(4, 16)");
+    dpl_data_close(&data);
     run_write_batch(batch, 4, 8, ids, targets, NULL, NULL);
     check_error(dpl_data_open(&config->o, 4, 256, &data), DPL_EINVAL, "inputs", "(4, 16)");
+    dpl_data_close(&data);
     ids[37] = 256;
     run_write_batch(batch, 4, 16, ids, targets, NULL, NULL);
     check_error(dpl_data_open(&config->o, 4, 256, &data), DPL_EFORMAT, "256", "inputs[37]");
-    assert_null(data);
+    dpl_data_close(&data);
     dpl_config_close(&config);
 }
 
 static void synthetic_is_one_batch(void **state) {
     (void)state;
     dpl_config *config = run_config(NULL);
-    dpl_data *data = open_data(config, 4);
+    dpl_data data = open_data(config, 4);
     dpl_tokens a, b;
     check_ok(dpl_tokens_alloc(4, 16, &a));
     check_ok(dpl_tokens_alloc(4, 16, &b));
-    dpl_data_train(data, 0, &a);
-    dpl_data_train(data, 400, &b);
+    dpl_data_train(&data, 0, &a);
+    dpl_data_train(&data, 400, &b);
     assert_memory_equal(a.ids, b.ids, 4 * 64 * sizeof(int32_t));
     for (int i = 0; i < 64; i++) {
         assert_true(a.ids[i] >= 0 && a.ids[i] < 256 && a.segment[i] == 1 &&

@@ -14,19 +14,25 @@
 #include "scratch.h"
 #include "trainkit.h"
 
-static dpl_schedule make(const char *type, const char *style, double warmup, double decay,
-                         int64_t length) {
+typedef struct curve {
+    dpl_config *config;
+    int64_t length;
+} curve;
+
+static curve make(const char *type, const char *style, double warmup, double decay,
+                  int64_t length) {
     dpl_config *config = run_config(NULL);
-    dpl_schedule s;
     run_set(config, "lr_schedule_type=%s", type);
     run_set(config, "wsd_decay_style=%s", style);
     run_set(config, "warmup_steps_fraction=%.17g", warmup);
     run_set(config, "wsd_decay_steps_fraction=%.17g", decay);
     run_set(config, "learning_rate=0.01");
     run_set(config, "learning_rate_final_fraction=0.1");
-    dpl_schedule_init(&config->o, length, &s);
-    dpl_config_close(&config);
-    return s;
+    return (curve){config, length};
+}
+
+static double rate_at(const curve *c, int64_t step) {
+    return dpl_schedule_rate(&c->config->o, c->length, step);
 }
 
 static double slope(double t, double n) {
@@ -60,26 +66,30 @@ static void follows_the_rules(void **state) {
     for (size_t k = 0; k < 3; k++)
         for (size_t p = 0; p < DPL_COUNT(parts); p++)
             for (size_t n = 0; n < DPL_COUNT(lengths); n++) {
-                const dpl_schedule s = make(kinds[k][0], kinds[k][1], parts[p][0], parts[p][1],
-                                            lengths[n]);
+                curve s = make(kinds[k][0], kinds[k][1], parts[p][0], parts[p][1], lengths[n]);
                 for (int64_t t = 0; t < lengths[n] + 3; t++) {
                     const double want = by_the_rules(kinds[k][0], kinds[k][1], parts[p][0],
                                                      parts[p][1], lengths[n], t);
-                    assert_true(fabs(dpl_schedule_rate(&s, t) - want) < 1e-12);
+                    assert_true(fabs(rate_at(&s, t) - want) < 1e-12);
                 }
+                dpl_config_close(&s.config);
             }
 }
 
 // 138: with a warm-up step 0 has rate 0, as in MaxText; the last step has the final rate.
 static void first_and_last(void **state) {
     (void)state;
-    const dpl_schedule s = make("cosine", "linear", 0.2, 0, 10),
-                       none = make("cosine", "linear", 0, 0, 10);
-    assert_true(dpl_schedule_rate(&s, 0) == 0 && dpl_schedule_rate(&s, 1) == 0.005);
-    assert_true(dpl_schedule_rate(&s, 2) == 0.01 && fabs(dpl_schedule_rate(&s, 9) - 0.001) < 1e-15);
-    assert_true(dpl_schedule_rate(&s, 10) == 0 && dpl_schedule_rate(&none, 0) == 0.01);
+    curve s = make("cosine", "linear", 0.2, 0, 10), none = make("cosine", "linear", 0, 0, 10);
+    assert_true(rate_at(&s, 0) == 0 && rate_at(&s, 1) == 0.005);
+    assert_true(rate_at(&s, 2) == 0.01 && fabs(rate_at(&s, 9) - 0.001) < 1e-15);
+    assert_true(rate_at(&s, 10) == 0 && rate_at(&none, 0) == 0.01);
     // 20 steps of warm-up in the benchmark's 300.
-    assert_int_equal(make("cosine", "linear", 0.066667, 0, 300).warmup, 20);
+    curve bench = make("cosine", "linear", 0.066667, 0, 300);
+    assert_true(rate_at(&bench, 19) < 0.01 && rate_at(&bench, 20) == 0.01);
+    assert_true(rate_at(&bench, 10) == 0.01 * 10 / 20);
+    dpl_config_close(&s.config);
+    dpl_config_close(&none.config);
+    dpl_config_close(&bench.config);
 }
 
 // 139: warm-up and decay of any length in runs of any length: finite, up and then down.
@@ -91,18 +101,18 @@ static void no_division_by_zero(void **state) {
     for (size_t i = 0; i < DPL_COUNT(cases); i++)
         for (size_t k = 0; k < 4; k++) {
             const int64_t L = cases[i][2];
-            const dpl_schedule s = make(k < 2 ? "wsd" : "cosine", styles[k % 2],
-                                        (double)cases[i][0] / (double)L,
-                                        (double)cases[i][1] / (double)L, L);
+            curve s = make(k < 2 ? "wsd" : "cosine", styles[k % 2], (double)cases[i][0] / (double)L,
+                           (double)cases[i][1] / (double)L, L);
             bool falling = false;
             double before = 0;
             for (int64_t t = 0; t < L; t++) {
-                const double rate = dpl_schedule_rate(&s, t);
+                const double rate = rate_at(&s, t);
                 assert_true(isfinite(rate) && rate >= 0 && rate <= 0.01 + 1e-15);
                 if (rate < before) falling = true;
                 else assert_true(!falling || rate == before);
                 before = rate;
             }
+            dpl_config_close(&s.config);
         }
 }
 

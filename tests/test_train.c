@@ -319,7 +319,7 @@ static void decay_alone(const char *mask, bool norms_decay) {
     dpl_trainer *t = open_masks(ctx, &b, 4, 1, text);
     dpl_config *config = t->config;
     run_set(config, "learning_rate=0.1");
-    dpl_schedule_init(t->o, 8, &t->schedule);
+    t->schedule_length = 8;
     const size_t bytes = t->model->params.elems * sizeof(float);
     float *before = malloc(bytes);
     memcpy(before, t->model->params.master, bytes);
@@ -370,8 +370,8 @@ static void not_finite_changes_nothing(void **state) {
     const dpl_param *experts = dpl_model_param(t->model, 1, DPL_P_EXPERT_GATE_UP);
     dpl_model_grad(t->model, experts)[experts->elems / 8 * 3 + 7] = INFINITY;
     double norm;
-    check_error(dpl_optimizer_norm(t->optimizer, &norm), DPL_ENUMERIC, "layer 1", "expert 3");
-    check_error(dpl_optimizer_norm(t->optimizer, &norm), DPL_ENUMERIC, "mlp.experts", "not finite");
+    check_error(dpl_optimizer_norm(&t->optimizer, &norm), DPL_ENUMERIC, "layer 1", "expert 3");
+    check_error(dpl_optimizer_norm(&t->optimizer, &norm), DPL_ENUMERIC, "mlp.experts", "not finite");
     dpl_trainer_close(&t);
     dpl_trainer_close(&same);
     dpl_config_close(&config);

@@ -91,15 +91,15 @@ void run_same_state(const dpl_trainer *a, const dpl_trainer *b) {
     const dpl_model_config *c = &a->model->config;
     assert_int_equal(a->model->params.elems, b->model->params.elems);
     assert_memory_equal(a->model->params.master, b->model->params.master, bytes);
-    if (a->optimizer->m) {
-        assert_memory_equal(a->optimizer->m, b->optimizer->m, bytes);
-        assert_memory_equal(a->optimizer->v, b->optimizer->v, bytes);
+    if (a->optimizer.m) {
+        assert_memory_equal(a->optimizer.m, b->optimizer.m, bytes);
+        assert_memory_equal(a->optimizer.v, b->optimizer.v, bytes);
     }
     assert_memory_equal(a->model->router_bias, b->model->router_bias,
                         (c->n_layers + c->n_mtp) * c->n_experts * sizeof(float));
     assert_int_equal(a->step, b->step);
     assert_int_equal(a->position, b->position);
-    assert_int_equal(a->optimizer->n_updates, b->optimizer->n_updates);
+    assert_int_equal(a->optimizer.n_updates, b->optimizer.n_updates);
 }
 
 double run_weight_distance(const dpl_trainer *a, const dpl_trainer *b) {

@@ -24,7 +24,7 @@ dpl_status dpl_model_eval(dpl_model *model, const char *data_path, const dpl_con
                           dpl_progress_fn progress, void *arg, double *loss_out,
                           uint64_t *n_tokens_out) {
     dpl_config *defaults = NULL;
-    dpl_data *data = NULL;
+    dpl_data data = {0};
     dpl_eval_metrics m;
     DPL_NEED(model && data_path && loss_out);
     if (!config) DPL_TRY(dpl_config_open(NULL, &defaults));
@@ -36,7 +36,7 @@ dpl_status dpl_model_eval(dpl_model *model, const char *data_path, const dpl_con
     o.eval_split_fraction = 1;
     o.packing = o.attend_across_documents = false;
     dpl_status status = dpl_data_open(&o, 1, model->config.vocab, &data);
-    if (status == DPL_OK) status = eval_data(model, data, &o, progress, arg, &m);
+    if (status == DPL_OK) status = eval_data(model, &data, &o, progress, arg, &m);
     dpl_data_close(&data);
     dpl_config_close(&defaults);
     if (status != DPL_OK) return status;

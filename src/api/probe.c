@@ -8,12 +8,11 @@
 typedef struct probe {
     dpl_model *model;
     dpl_config *config;
-    dpl_batch batch;
     int64_t *wide; // (B, S), ids and targets as in files
     dpl_tokens tokens;
     dpl_loss_rule rule;
     dpl_loss_sums sums;
-    dpl_optimizer *optimizer;
+    dpl_optimizer optimizer;
     dpl_st_tensor *list; // what is collected; data are owned, the name stands behind them
     size_t n, n_room;
     dpl_status status; // the first failure; what comes later is not collected
@@ -94,26 +93,25 @@ static dpl_status read_batch(probe *p, const dpl_st_file *file) {
     const int32_t *unshifted = labels ? targets : p->tokens.ids;
     for (size_t i = 0; i < n; i++)
         targets[i] = (i + 1) % n_seq ? DPL_MAX(unshifted[i + 1], -1) : -1;
-    p->batch = (dpl_batch){(size_t)ids->shape[0], n_seq, p->tokens.ids, targets, NULL, NULL};
     return DPL_OK;
 }
 
 // The targets, those of the first multi-token depth without its (depth 1) first column.
 static void collect_targets(probe *p, const char *name, size_t depth) {
-    const size_t n_seq = p->batch.n_seq, width = n_seq - depth;
-    const int64_t shape[2] = {(int64_t)p->batch.n_batch, (int64_t)width};
-    for (size_t i = 0; i < p->batch.n_batch * width; i++) {
-        const int32_t target = p->batch.targets[i / width * n_seq + i % width + depth];
+    const size_t n_seq = p->tokens.n_seq, width = n_seq - depth;
+    const int64_t shape[2] = {(int64_t)p->tokens.n_batch, (int64_t)width};
+    for (size_t i = 0; i < p->tokens.n_batch * width; i++) {
+        const int32_t target = p->tokens.targets[i / width * n_seq + i % width + depth];
         p->wide[i] = target < 0 ? -100 : target;
     }
     collect(p, name, DPL_ST_I64, 2, shape, p->wide);
 }
 
 static void collect_mask(probe *p) {
-    const int64_t shape[2] = {(int64_t)p->batch.n_batch, (int64_t)p->batch.n_seq};
+    const int64_t shape[2] = {(int64_t)p->tokens.n_batch, (int64_t)p->tokens.n_seq};
     uint8_t *mask = (uint8_t *)p->wide;
-    for (size_t i = 0; i < p->batch.n_batch * p->batch.n_seq; i++)
-        mask[i] = p->batch.targets[i] >= 0;
+    for (size_t i = 0; i < p->tokens.n_batch * p->tokens.n_seq; i++)
+        mask[i] = p->tokens.targets[i] >= 0;
     collect(p, "loss_mask", DPL_ST_U8, 2, shape, mask);
 }
 
@@ -130,18 +128,6 @@ static void collect_losses(probe *p) {
     collect_f64(p, "total_loss",
                 loss + mean(s->z, s->n_tokens) + p->rule.mtp_weight * mtp + s->balance +
                     s->router_z);
-}
-
-// Forward and backward; the gradients stay in the model.
-static dpl_status run_pass(probe *p) {
-    dpl_model *m = p->model;
-    const size_t n_counts = (m->config.n_layers + m->config.n_mtp) * m->config.n_experts;
-    const double n_targets = dpl_tokens_targets(&p->tokens);
-    memset(m->counts, 0, n_counts * sizeof *m->counts);
-    dpl_model_zero_grads(m);
-    return dpl_model_train_micro(
-        m, &p->batch, &p->rule, mean(1, n_targets),
-        mean(p->rule.mtp_weight, dpl_batch_mtp_tokens(&m->config, &p->batch)), 1.0, &p->sums);
 }
 
 // Router biases after the first step.
@@ -166,10 +152,10 @@ static dpl_status run_steps(probe *p, size_t n_steps) {
     DPL_TRY(dpl_optimizer_open(o, p->model, &p->optimizer));
     for (size_t i = 0; i < n_steps; i++) {
         double norm;
-        if (i > 0) DPL_TRY(run_pass(p));
+        if (i > 0) DPL_TRY(dpl_train_pass(p->model, &p->rule, &p->tokens, NULL, &p->sums));
         if (i > 0) update_bias(p, false);
-        DPL_TRY(dpl_optimizer_norm(p->optimizer, &norm));
-        dpl_optimizer_apply(p->optimizer, o->learning_rate, norm);
+        DPL_TRY(dpl_optimizer_norm(&p->optimizer, &norm));
+        dpl_optimizer_apply(&p->optimizer, o->learning_rate, norm);
     }
     dpl_ctx_wait(p->model->ctx);
     snprintf(prefix, sizeof prefix, "adamw%zu", n_steps);
@@ -191,11 +177,11 @@ static dpl_status run_probe(probe *p, const char *input_path, const dpl_probe_op
     p->model->probe = on_tensor;
     p->model->probe_arg = p;
     DPL_TRY(dpl_model_begin_training(p->model));
-    DPL_TRY(run_pass(p));
+    DPL_TRY(dpl_train_pass(p->model, &p->rule, &p->tokens, NULL, &p->sums));
     p->model->probe = NULL; // later passes are those of other weights
     collect_targets(p, "targets", 0);
     collect_mask(p);
-    if (c->n_mtp > 0 && p->batch.n_seq > 1) collect_targets(p, "mtp.targets", 1);
+    if (c->n_mtp > 0 && p->tokens.n_seq > 1) collect_targets(p, "mtp.targets", 1);
     collect_losses(p);
     update_bias(p, true);
     if (o->grad) DPL_TRY(collect_flat(p, "grad", p->model->params.grad));

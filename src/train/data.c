@@ -6,26 +6,6 @@
 // unless that has data of its own.
 #include "train/train.h"
 
-typedef struct span {    // tokens that windows do not reach across
-    uint64_t first, end; // in the source
-    uint64_t samples_before;
-} span;
-
-typedef struct token_set { // windows, or the rows of a fixed batch
-    const dpl_source *source;
-    span *spans;
-    size_t n_spans;
-    uint64_t n_samples; // 0: no data
-    dpl_tokens fixed;   // n_batch 0: windows
-} token_set;
-
-struct dpl_data {
-    const dpl_options *o;
-    dpl_source *source, *eval_source;
-    token_set train, eval;
-    int32_t *window; // S + 1 tokens
-};
-
 dpl_status dpl_tokens_alloc(size_t n_batch, size_t n_seq, dpl_tokens *tokens) {
     const size_t n = n_batch * n_seq;
     int32_t *all = dpl_alloc_array(n, 4 * sizeof *all);
@@ -71,13 +51,13 @@ uint64_t dpl_shuffle(uint64_t n, uint64_t seed, uint64_t epoch, uint64_t i) {
 /* ---- windows ---- */
 // The tokens first .. end-1: one span, or with packing=false one for each document.
 static dpl_status open_set(const dpl_options *o, const dpl_source *source, uint64_t first,
-                           uint64_t end, token_set *set) {
+                           uint64_t end, dpl_token_set *set) {
     const size_t from = o->packing ? 0 : dpl_source_document_of(source, first);
     const size_t to = o->packing ? 1 : dpl_source_document_of(source, end - 1) + 1;
     set->spans = dpl_alloc_array(to - from, sizeof *set->spans);
     if (!set->spans) return dpl_fail(DPL_ENOMEM, "no memory for %zu documents", to - from);
     for (size_t i = from; i < to; i++) {
-        span s = {first, end, set->n_samples};
+        dpl_token_span s = {first, end, set->n_samples};
         if (!o->packing) s.first = DPL_MAX(first, source->documents[i]);
         if (!o->packing) s.end = DPL_MIN(end, source->documents[i + 1]);
         if (s.end < s.first + 2) continue; // a single token predicts nothing
@@ -90,7 +70,7 @@ static dpl_status open_set(const dpl_options *o, const dpl_source *source, uint6
 
 // Documents of a window become segments 1, 2, ..; positions count from their, or its, start.
 // Past the last sample there is padding.
-static void fill_row(const dpl_data *data, const token_set *set, uint64_t sample,
+static void fill_row(const dpl_data *data, const dpl_token_set *set, uint64_t sample,
                      dpl_tokens *tokens, size_t row) {
     if (sample < set->fixed.n_batch) {
         dpl_tokens_copy_row(&set->fixed, (size_t)sample, tokens, row);
@@ -105,7 +85,7 @@ static void fill_row(const dpl_data *data, const token_set *set, uint64_t sample
             const size_t middle = (low + high) / 2;
             *(set->spans[middle].samples_before <= sample ? &low : &high) = middle;
         }
-        const span *s = &set->spans[low];
+        const dpl_token_span *s = &set->spans[low];
         first = s->first + (sample - s->samples_before) * S;
         n = (size_t)DPL_MIN((uint64_t)S, s->end - first - 1);
         dpl_source_read(set->source, first, n + 1, data->window);
@@ -129,7 +109,7 @@ static void fill_row(const dpl_data *data, const token_set *set, uint64_t sample
 }
 
 // A fixed batch serves evaluation too unless there is another one.
-static const token_set *eval_set(const dpl_data *data) {
+static const dpl_token_set *eval_set(const dpl_data *data) {
     return data->train.fixed.n_batch && !data->eval.n_samples ? &data->train : &data->eval;
 }
 
@@ -155,7 +135,7 @@ void dpl_data_eval(const dpl_data *data, uint64_t first, dpl_tokens *tokens) {
 
 /* ---- fixed batches ---- */
 static dpl_status fill_synthetic(const dpl_options *o, size_t n_batch, size_t vocab,
-                                 token_set *set) {
+                                 dpl_token_set *set) {
     dpl_tokens *batch = &set->fixed;
     DPL_TRY(dpl_tokens_alloc(n_batch, (size_t)o->max_target_length, batch));
     const size_t S = batch->n_seq;
@@ -189,10 +169,16 @@ static dpl_status read_plane(const dpl_st_file *file, const char *name, int32_t 
 }
 
 // MaxText's batch: a target counts where targets_segmentation is not 0; padding predicts nothing.
-static dpl_status read_planes(const dpl_st_file *file, size_t vocab, dpl_tokens *b) {
+static dpl_status read_planes(const dpl_st_file *file, size_t n_batch, size_t n_seq, size_t vocab,
+                              dpl_tokens *b) {
     const int32_t max_id = (int32_t)vocab - 1;
-    const size_t n = b->n_batch * b->n_seq;
-    DPL_TRY(read_plane(file, "inputs", 0, max_id, b, b->ids));
+    const dpl_st_tensor *inputs;
+    DPL_TRY(find_plane(file, "inputs", n_batch, n_seq, &inputs));
+    DPL_EXPECT(inputs && dpl_st_find(file, "targets"), DPL_EFORMAT,
+               "%s: tensor \"inputs\" or \"targets\" is missing", file->path);
+    DPL_TRY(dpl_tokens_alloc((size_t)inputs->shape[0], n_seq, b));
+    const size_t n = b->n_batch * n_seq;
+    DPL_TRY(dpl_st_read_i32(inputs, 0, max_id, b->ids));
     DPL_TRY(read_plane(file, "inputs_position", 0, INT32_MAX, b, b->position));
     DPL_TRY(read_plane(file, "targets", -1, max_id, b, b->targets));
     DPL_TRY(read_plane(file, "targets_segmentation", 0, INT32_MAX, b, b->segment));
@@ -207,15 +193,10 @@ static dpl_status read_planes(const dpl_st_file *file, size_t vocab, dpl_tokens 
 }
 
 static dpl_status read_batch(const char *path, size_t n_batch, size_t n_seq, size_t vocab,
-                             token_set *set) {
+                             dpl_token_set *set) {
     dpl_st_file *file;
-    const dpl_st_tensor *inputs;
     DPL_TRY(dpl_st_open(path, &file));
-    dpl_status status = find_plane(file, "inputs", n_batch, n_seq, &inputs);
-    if (status == DPL_OK && (!inputs || !dpl_st_find(file, "targets")))
-        status = dpl_fail(DPL_EFORMAT, "%s: tensor \"inputs\" or \"targets\" is missing", path);
-    if (status == DPL_OK) status = dpl_tokens_alloc((size_t)inputs->shape[0], n_seq, &set->fixed);
-    if (status == DPL_OK) status = read_planes(file, vocab, &set->fixed);
+    const dpl_status status = read_planes(file, n_batch, n_seq, vocab, &set->fixed);
     set->n_samples = set->fixed.n_batch;
     dpl_st_close(&file);
     return status;
@@ -243,34 +224,26 @@ static dpl_status open_streams(dpl_data *data, size_t vocab) {
     return DPL_OK;
 }
 
-dpl_status dpl_data_open(const dpl_options *o, size_t n_batch, size_t vocab, dpl_data **data_out) {
+dpl_status dpl_data_open(const dpl_options *o, size_t n_batch, size_t vocab, dpl_data *data) {
     const size_t n_seq = (size_t)o->max_target_length;
-    dpl_data *data = dpl_alloc(sizeof *data);
-    if (!data) return dpl_fail(DPL_ENOMEM, "no memory for the data");
     data->o = o;
     data->window = dpl_alloc_array(n_seq + 1, sizeof *data->window);
-    dpl_status status;
-    if (!data->window) status = dpl_fail(DPL_ENOMEM, "no memory for a window of %zu tokens", n_seq);
-    else if (dpl_is(o->dataset_type, "synthetic"))
-        status = fill_synthetic(o, n_batch, vocab, &data->train);
-    else if (!dpl_is(o->dataset_type, "safetensors")) status = open_streams(data, vocab);
-    else status = read_batch(o->dataset_path, n_batch, n_seq, vocab, &data->train);
-    if (status == DPL_OK && dpl_is(o->dataset_type, "safetensors") && o->eval_dataset_path[0])
-        status = read_batch(o->eval_dataset_path, 0, n_seq, vocab, &data->eval);
-    if (status != DPL_OK) dpl_data_close(&data);
-    if (status == DPL_OK) *data_out = data;
-    return status;
+    DPL_EXPECT(data->window, DPL_ENOMEM, "no memory for a window of %zu tokens", n_seq);
+    if (dpl_is(o->dataset_type, "synthetic"))
+        return fill_synthetic(o, n_batch, vocab, &data->train);
+    if (!dpl_is(o->dataset_type, "safetensors")) return open_streams(data, vocab);
+    DPL_TRY(read_batch(o->dataset_path, n_batch, n_seq, vocab, &data->train));
+    if (!o->eval_dataset_path[0]) return DPL_OK;
+    return read_batch(o->eval_dataset_path, 0, n_seq, vocab, &data->eval);
 }
 
-void dpl_data_close(dpl_data **data) {
-    if (!data || !*data) return;
-    dpl_free((*data)->train.spans);
-    dpl_free((*data)->eval.spans);
-    dpl_free((*data)->window);
-    dpl_tokens_free(&(*data)->train.fixed);
-    dpl_tokens_free(&(*data)->eval.fixed);
-    dpl_source_close(&(*data)->source);
-    dpl_source_close(&(*data)->eval_source);
-    dpl_free(*data);
-    *data = NULL;
+void dpl_data_close(dpl_data *data) {
+    dpl_free(data->train.spans);
+    dpl_free(data->eval.spans);
+    dpl_free(data->window);
+    dpl_tokens_free(&data->train.fixed);
+    dpl_tokens_free(&data->eval.fixed);
+    dpl_source_close(&data->source);
+    dpl_source_close(&data->eval_source);
+    *data = (dpl_data){0};
 }

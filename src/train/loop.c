@@ -12,19 +12,21 @@ typedef struct run {
     dpl_trainer_events events;
     FILE *log, *metrics;
     bool done; // the evaluation loss reached its target
+    char line[PATH_MAX + 128];
 } run;
 
-static __attribute__((format(printf, 2, 3))) dpl_status say(run *r, const char *format, ...) {
-    char line[PATH_MAX + 128];
-    va_list args;
-    va_start(args, format);
-    dpl_format_args(line, sizeof line, format, args);
-    va_end(args);
-    DPL_EXPECT(fprintf(r->log, "%s\n", line) >= 0 && fflush(r->log) == 0, DPL_EIO,
+static dpl_status write_line(run *r) {
+    DPL_EXPECT(fprintf(r->log, "%s\n", r->line) >= 0 && fflush(r->log) == 0, DPL_EIO,
                "%s/log.txt: cannot be written: %m", r->t->run_dir);
-    if (r->events.line) r->events.line(r->events.arg, line);
+    if (r->events.line) r->events.line(r->events.arg, r->line);
     return DPL_OK;
 }
+
+#define SAY(r, ...)                                          \
+    do {                                                     \
+        dpl_format((r)->line, sizeof(r)->line, __VA_ARGS__); \
+        DPL_TRY(write_line(r));                              \
+    } while (0)
 
 static dpl_status write_row(run *r, json_t *row) {
     char *text = row ? json_dumps(row, JSON_REAL_PRECISION(17)) : NULL;
@@ -44,7 +46,7 @@ static bool evaluates(const dpl_options *o, int64_t step) {
 // Where a resumed run begins: a request to stop may have cut the evaluation there, and whether the
 // target was reached stands in no checkpoint.
 static bool evaluates_again(const dpl_trainer *t) {
-    return t->step > 0 && t->saved == t->step - 1 && evaluates(t->o, t->saved);
+    return t->saved == t->step - 1 && evaluates(t->o, t->saved);
 }
 
 static dpl_status open_text(const dpl_trainer *t, const char *path, FILE **file_out) {
@@ -76,36 +78,36 @@ static dpl_status write_head(run *r) {
     const double attention = n_micros * dpl_model_attention_flops(c, B, t->batch.n_seq);
     const double share = all > 0 ? 100 * attention / all : 0;
     const double mb = 1e-6 * (double)t->model->params.elems;
-    DPL_TRY(say(r, "Per train step:"));
-    DPL_TRY(say(r, " Total TFLOPs: %.2f", all * 1e-12));
-    DPL_TRY(say(r, " split as %.2f%% learnable weight flops and %.2f%% attention flops",
-                100 - share, share));
-    DPL_TRY(say(r, "number parameters: %.3f billion, active: %.3f billion",
-                (double)dpl_model_param_count(c) * 1e-9,
-                (double)dpl_model_active_param_count(c) * 1e-9));
-    DPL_TRY(say(r,
-                "memory: weights %.1f MB, gradients %.1f MB, optimizer %.1f MB; remat_policy "
-                "none keeps all activations",
-                (t->model->params.copy ? 6 : 4) * mb, 4 * mb, 8 * mb));
-    DPL_TRY(say(r, "machine: %d threads, CPU level %s, peak %.1f GFLOP/s", dpl_ctx_threads(t->ctx),
-                dpl_ctx_cpu_level(t->ctx), t->peak_flops * 1e-9));
-    return t->step > 0 ? say(r, "resuming after step %lld", (long long)t->step - 1) : DPL_OK;
+    SAY(r, "Per train step:");
+    SAY(r, " Total TFLOPs: %.2f", all * 1e-12);
+    SAY(r, " split as %.2f%% learnable weight flops and %.2f%% attention flops", 100 - share,
+        share);
+    SAY(r, "number parameters: %.3f billion, active: %.3f billion",
+        (double)dpl_model_param_count(c) * 1e-9, (double)dpl_model_active_param_count(c) * 1e-9);
+    SAY(r,
+        "memory: weights %.1f MB, gradients %.1f MB, optimizer %.1f MB; remat_policy none keeps "
+        "all "
+        "activations",
+        (t->model->params.copy ? 6 : 4) * mb, 4 * mb, 8 * mb);
+    SAY(r, "machine: %d threads, CPU level %s, peak %.1f GFLOP/s", dpl_ctx_threads(t->ctx),
+        dpl_ctx_cpu_level(t->ctx), t->peak_flops * 1e-9);
+    if (t->step > 0) SAY(r, "resuming after step %lld", (long long)t->step - 1);
+    return DPL_OK;
 }
 
 static dpl_status train_step(run *r) {
     dpl_trainer *t = r->t;
     dpl_step_metrics m;
-    char line[1024];
     const dpl_status status = dpl_trainer_step(t, &m);
     if (status == DPL_ENUMERIC) // the row tells what happened; the error itself goes to the caller
         DPL_TRY(write_row(r, json_pack("{s:I, s:n, s:s}", "step", t->step, "loss", "error",
                                        dpl_error_message())));
     DPL_TRY(status);
     DPL_TRY(write_row(r, dpl_metrics_row(t, &m)));
-    dpl_metrics_line(t, &m, line, sizeof line);
-    DPL_TRY(say(r, "%s", line));
-    dpl_metrics_profile(t, line, sizeof line);
-    if (t->o->step_profile) DPL_TRY(say(r, "%s", line));
+    dpl_metrics_line(t, &m, r->line, sizeof r->line);
+    DPL_TRY(write_line(r));
+    dpl_metrics_profile(t, r->line, sizeof r->line);
+    if (t->o->step_profile) DPL_TRY(write_line(r));
     if (r->events.step) r->events.step(r->events.arg, &m, t->n_steps);
     return DPL_OK;
 }
@@ -118,14 +120,14 @@ static dpl_status evaluate(run *r, int64_t step) {
     if (status == DPL_EINTR) return DPL_OK; // the loop sees the request too, and saves
     DPL_TRY(status);
     DPL_TRY(write_row(r, dpl_metrics_eval_row(step, &m)));
-    DPL_TRY(
-        say(r, "Completed eval after train step %zu, loss=%.3f, perplexity=%.3f, total_weights=%zu",
-            (size_t)step, m.loss, m.perplexity, (size_t)m.n_tokens));
+    SAY(r, "Completed eval after train step %zu, loss=%.3f, perplexity=%.3f, total_weights=%zu",
+        (size_t)step, m.loss, m.perplexity, (size_t)m.n_tokens);
     if (r->events.eval) r->events.eval(r->events.arg, step, &m);
     r->done = o->target_eval_loss > 0 && m.loss <= o->target_eval_loss;
-    if (!r->done) return DPL_OK;
-    return say(r, "target_eval_loss %.3f is reached after step %zu", o->target_eval_loss,
-               (size_t)step);
+    if (r->done)
+        SAY(r, "target_eval_loss %.3f is reached after step %zu", o->target_eval_loss,
+            (size_t)step);
+    return DPL_OK;
 }
 
 static dpl_status save(run *r, bool due) {
@@ -133,7 +135,8 @@ static dpl_status save(run *r, bool due) {
     if (!due || !t->o->enable_checkpointing || t->step == 0 || t->saved == t->step - 1)
         return DPL_OK;
     DPL_TRY(dpl_trainer_save(t));
-    return say(r, "checkpoint: %s/checkpoints/%lld", t->run_dir, (long long)t->saved);
+    SAY(r, "checkpoint: %s/checkpoints/%lld", t->run_dir, (long long)t->saved);
+    return DPL_OK;
 }
 
 static dpl_status train(run *r) {
@@ -145,8 +148,8 @@ static dpl_status train(run *r) {
         const int64_t step = t->step;
         DPL_TRY(train_step(r));
         if (step == first)
-            DPL_TRY(say(r, "memory: activations and temporaries %.1f MB, measured",
-                        1e-6 * (double)dpl_arena_peak_bytes(t->ctx->arena)));
+            SAY(r, "memory: activations and temporaries %.1f MB, measured",
+                1e-6 * (double)dpl_arena_peak_bytes(t->ctx->arena));
         DPL_TRY(evaluate(r, step));
         const bool due = step > 0 ? step % o->checkpoint_period == 0 : o->save_checkpoint_on_start;
         DPL_TRY(save(r, due));

@@ -4,25 +4,21 @@
 // finite as null: every line of metrics.jsonl is valid JSON.
 #include <locale.h>
 #include <math.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 
 #include "train/train.h"
 
-int dpl_format_args(char *text, size_t size, const char *format, va_list args) {
-    const locale_t c = newlocale(LC_NUMERIC_MASK, "C", (locale_t)0);
-    const locale_t before = c ? uselocale(c) : (locale_t)0;
-    const int n = vsnprintf(text, size, format, args);
-    if (c) uselocale(before);
-    if (c) freelocale(c);
-    return n;
-}
-
 int dpl_format(char *text, size_t size, const char *format, ...) {
+    const locale_t c = newlocale(LC_NUMERIC_MASK, "C", (locale_t)0); // 0: the locale stays
+    const locale_t before = uselocale(c);
     va_list args;
     va_start(args, format);
-    const int n = dpl_format_args(text, size, format, args);
+    const int n = vsnprintf(text, size, format, args);
     va_end(args);
+    uselocale(before);
+    if (c) freelocale(c);
     return n;
 }
 

@@ -89,35 +89,24 @@ static dpl_status fill_masks(const dpl_options *o, dpl_optimizer *opt) {
     return DPL_OK;
 }
 
-dpl_status dpl_optimizer_open(const dpl_options *o, dpl_model *model,
-                              dpl_optimizer **optimizer_out) {
-    dpl_optimizer *opt = dpl_alloc(sizeof *opt);
-    if (!opt) return dpl_fail(DPL_ENOMEM, "no memory for an optimizer");
+dpl_status dpl_optimizer_open(const dpl_options *o, dpl_model *model, dpl_optimizer *opt) {
+    const size_t n = model->params.n, elems = model->params.elems;
     opt->model = model;
     opt->o = o;
-    const size_t n = model->params.n, elems = model->params.elems;
-    opt->trains = dpl_alloc_array(n, 2 * sizeof *opt->trains);
-    if (opt->trains) opt->decays = opt->trains + n;
+    opt->trains = dpl_alloc_array(n, sizeof *opt->trains);
+    opt->decays = dpl_alloc_array(n, sizeof *opt->decays);
     opt->squares = dpl_alloc_array(n, sizeof *opt->squares);
     opt->m = dpl_alloc_array(elems, sizeof *opt->m);
     opt->v = dpl_alloc_array(elems, sizeof *opt->v);
-    dpl_status status = opt->trains && opt->squares && opt->m && opt->v
-                            ? fill_masks(o, opt)
-                            : dpl_fail(DPL_ENOMEM, "no memory for %zu moments of the optimizer",
-                                       2 * elems);
-    if (status != DPL_OK) dpl_optimizer_close(&opt);
-    if (status == DPL_OK) *optimizer_out = opt;
-    return status;
+    DPL_EXPECT(opt->trains && opt->decays && opt->squares && opt->m && opt->v, DPL_ENOMEM,
+               "no memory for %zu moments of the optimizer", 2 * elems);
+    return fill_masks(o, opt);
 }
 
-void dpl_optimizer_close(dpl_optimizer **optimizer) {
-    if (!optimizer || !*optimizer) return;
-    dpl_free((*optimizer)->m);
-    dpl_free((*optimizer)->v);
-    dpl_free((*optimizer)->trains);
-    dpl_free((*optimizer)->squares);
-    dpl_free(*optimizer);
-    *optimizer = NULL;
+void dpl_optimizer_close(dpl_optimizer *opt) {
+    void *blocks[] = {opt->trains, opt->decays, opt->squares, opt->m, opt->v};
+    for (size_t i = 0; i < DPL_COUNT(blocks); i++) dpl_free(blocks[i]);
+    *opt = (dpl_optimizer){0};
 }
 
 static dpl_status name_bad_gradient(const dpl_model *model, const dpl_param *param) {

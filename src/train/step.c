@@ -22,27 +22,31 @@ static size_t count_elems(const dpl_model *m) {
     return (m->config.n_layers + m->config.n_mtp) * m->config.n_experts;
 }
 
-// The sums of all micro-batches, auxiliary losses averaged by their loss tokens: the part of the
-// batch that has no loss token contributes nothing.
-static dpl_status run_micros(dpl_trainer *t, dpl_loss_sums *sums) {
-    const size_t n_micros = t->batch.n_batch / t->micro.n_batch;
-    const dpl_batch batch = batch_of(&t->batch), micro = batch_of(&t->micro);
-    const double n_tokens = dpl_tokens_targets(&t->batch);
-    const double n_mtp = dpl_batch_mtp_tokens(&t->model->config, &batch);
-    const double mtp_scale = n_mtp > 0 ? t->rule.mtp_weight / n_mtp : 0;
+// Auxiliary losses are averaged by the micro-batches' loss tokens: the part of the batch that has
+// none contributes nothing.
+dpl_status dpl_train_pass(dpl_model *model, const dpl_loss_rule *rule, const dpl_tokens *batch,
+                          dpl_tokens *micro, dpl_loss_sums *sums) {
+    const size_t n_micros = micro ? batch->n_batch / micro->n_batch : 1;
+    const dpl_tokens *part = micro ? micro : batch;
+    const dpl_batch whole = batch_of(batch), piece = batch_of(part);
+    const double n_tokens = dpl_tokens_targets(batch);
+    const double n_mtp = dpl_batch_mtp_tokens(&model->config, &whole);
+    const double scale = n_tokens > 0 ? 1 / n_tokens : 0;
+    const double mtp_scale = n_mtp > 0 ? rule->mtp_weight / n_mtp : 0;
     *sums = (dpl_loss_sums){.n_tokens = n_tokens, .mtp_tokens = n_mtp};
+    memset(model->counts, 0, count_elems(model) * sizeof *model->counts);
+    dpl_model_zero_grads(model);
     for (size_t j = 0; j < n_micros; j++) {
-        for (size_t row = 0; row < t->micro.n_batch; row++) // strided, as MaxText splits
-            dpl_tokens_copy_row(&t->batch, j + row * n_micros, &t->micro, row);
-        const double part = n_tokens > 0 ? dpl_tokens_targets(&t->micro) / n_tokens : 0;
+        for (size_t row = 0; micro && row < micro->n_batch; row++) // strided, as MaxText splits
+            dpl_tokens_copy_row(batch, j + row * n_micros, micro, row);
+        const double share = n_tokens > 0 ? dpl_tokens_targets(part) / n_tokens : 0;
         dpl_loss_sums s;
-        DPL_TRY(dpl_model_train_micro(t->model, &micro, &t->rule, n_tokens > 0 ? 1 / n_tokens : 0,
-                                      mtp_scale, part, &s));
+        DPL_TRY(dpl_model_train_micro(model, &piece, rule, scale, mtp_scale, share, &s));
         sums->xent += s.xent;
         sums->z += s.z;
         sums->mtp_xent += s.mtp_xent;
-        sums->balance += part * s.balance;
-        sums->router_z += part * s.router_z;
+        sums->balance += share * s.balance;
+        sums->router_z += share * s.router_z;
     }
     return DPL_OK;
 }
@@ -88,8 +92,8 @@ static void fill_speed(const dpl_trainer *t, double seconds, dpl_step_metrics *m
 
 // From the gradients to new weights and biases.
 static dpl_status update(dpl_trainer *t, dpl_step_metrics *m) {
-    DPL_TRY(dpl_optimizer_norm(t->optimizer, &m->raw_grad_norm));
-    m->grad_norm = dpl_optimizer_apply(t->optimizer, m->learning_rate, m->raw_grad_norm);
+    DPL_TRY(dpl_optimizer_norm(&t->optimizer, &m->raw_grad_norm));
+    m->grad_norm = dpl_optimizer_apply(&t->optimizer, m->learning_rate, m->raw_grad_norm);
     if (t->o->routed_bias_update_rate > 0 && t->model->config.routed_bias)
         dpl_model_update_bias(t->model, t->o->routed_bias_update_rate);
     dpl_ctx_wait(t->ctx);
@@ -101,12 +105,10 @@ dpl_status dpl_trainer_step(dpl_trainer *t, dpl_step_metrics *metrics_out) {
     const double start = dpl_now();
     dpl_step_metrics m = {.step = t->step};
     dpl_loss_sums sums;
-    m.learning_rate = dpl_schedule_rate(&t->schedule, t->step);
+    m.learning_rate = dpl_schedule_rate(t->o, t->schedule_length, t->step);
     memset(t->ctx->phase_s, 0, sizeof t->ctx->phase_s);
-    memset(t->model->counts, 0, count_elems(t->model) * sizeof *t->model->counts);
-    dpl_data_train(t->data, t->position, &t->batch);
-    dpl_model_zero_grads(t->model);
-    dpl_status status = run_micros(t, &sums);
+    dpl_data_train(&t->data, t->position, &t->batch);
+    dpl_status status = dpl_train_pass(t->model, &t->rule, &t->batch, &t->micro, &sums);
     if (status == DPL_OK) fill_losses(t, &sums, &m);
     if (status == DPL_OK && !isfinite(m.loss))
         status = dpl_fail(DPL_ENUMERIC, "the loss is not finite");
@@ -151,9 +153,9 @@ static int is_stopped(void *arg, uint64_t n_done, uint64_t n_total) {
 
 dpl_status dpl_trainer_evaluate(dpl_trainer *t, dpl_eval_metrics *metrics_out) {
     DPL_NEED(t && metrics_out);
-    DPL_CHECK(dpl_data_samples(t->data, true) > 0,
+    DPL_CHECK(dpl_data_samples(&t->data, true) > 0,
               "no evaluation data: eval_dataset_path and eval_split_fraction give none");
     DPL_EXPECT(!t->stop, DPL_EINTR, "stopped on request before an evaluation");
-    return dpl_evaluate(t->model, t->data, &t->rule, t->o->eval_steps, &t->eval, is_stopped, t,
+    return dpl_evaluate(t->model, &t->data, &t->rule, t->o->eval_steps, &t->eval, is_stopped, t,
                         metrics_out);
 }

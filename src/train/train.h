@@ -9,7 +9,6 @@
 #pragma once
 
 #include <limits.h>
-#include <stdarg.h>
 #include <stdatomic.h>
 
 #include "io/io.h"
@@ -160,13 +159,8 @@ dpl_loss_rule dpl_options_loss(const dpl_options *o);
 void dpl_options_init(const dpl_options *o, dpl_model *model);
 
 /* ---- learning rate (schedule.c) ---- */
-typedef struct dpl_schedule {
-    int64_t length, warmup, decay; // steps; decay only with wsd
-    double first, last;
-    bool wsd, linear;
-} dpl_schedule;
-void dpl_schedule_init(const dpl_options *o, int64_t length, dpl_schedule *schedule);
-double dpl_schedule_rate(const dpl_schedule *schedule, int64_t step); // step: updates already made
+// Of a schedule of `length` steps, after `step` updates.
+double dpl_schedule_rate(const dpl_options *o, int64_t length, int64_t step);
 
 /* ---- data (data.c) ---- */
 typedef struct dpl_tokens { // (n_batch, n_seq) each, owned
@@ -179,10 +173,27 @@ void dpl_tokens_free(dpl_tokens *tokens);
 double dpl_tokens_targets(const dpl_tokens *tokens); // how many there are
 void dpl_tokens_copy_row(const dpl_tokens *from, size_t from_row, dpl_tokens *to, size_t to_row);
 
-typedef struct dpl_data dpl_data;
-// `n_batch` rows are what a training step takes: a fixed batch must have that many.
-dpl_status dpl_data_open(const dpl_options *o, size_t n_batch, size_t vocab, dpl_data **data_out);
-void dpl_data_close(dpl_data **data);
+typedef struct dpl_token_span { // tokens that windows do not reach across
+    uint64_t first, end;        // in the source
+    uint64_t samples_before;
+} dpl_token_span;
+typedef struct dpl_token_set { // windows, or the rows of a fixed batch
+    const dpl_source *source;
+    dpl_token_span *spans;
+    size_t n_spans;
+    uint64_t n_samples; // 0: no data
+    dpl_tokens fixed;   // n_batch 0: windows
+} dpl_token_set;
+typedef struct dpl_data {
+    const dpl_options *o;
+    dpl_source *source, *eval_source;
+    dpl_token_set train, eval;
+    int32_t *window; // S + 1 tokens
+} dpl_data;
+// `n_batch` rows are what a training step takes: a fixed batch must have that many. `data` is zero
+// before, and closed by the caller after a failure too.
+dpl_status dpl_data_open(const dpl_options *o, size_t n_batch, size_t vocab, dpl_data *data);
+void dpl_data_close(dpl_data *data);
 uint64_t dpl_data_samples(const dpl_data *data, bool eval); // of an epoch; 0: no such data
 // Samples position, position + 1, ... of the endless sequence of epochs, in the shuffled order.
 void dpl_data_train(const dpl_data *data, uint64_t position, dpl_tokens *tokens);
@@ -200,9 +211,9 @@ typedef struct dpl_optimizer {
     double *squares;       // (n params)
     int64_t n_updates;
 } dpl_optimizer;
-dpl_status dpl_optimizer_open(const dpl_options *o, dpl_model *model,
-                              dpl_optimizer **optimizer_out);
-void dpl_optimizer_close(dpl_optimizer **optimizer);
+// As dpl_data_open() and dpl_data_close().
+dpl_status dpl_optimizer_open(const dpl_options *o, dpl_model *model, dpl_optimizer *optimizer);
+void dpl_optimizer_close(dpl_optimizer *optimizer);
 // L2 norm of the gradients that train. DPL_ENUMERIC names the tensor whose gradient is not finite.
 dpl_status dpl_optimizer_norm(dpl_optimizer *optimizer, double *norm_out);
 // Clips gradients of this norm, and gives the norm after that.
@@ -215,12 +226,12 @@ struct dpl_trainer {
     dpl_config *config; // our own copy, resolved
     const dpl_options *o;
     dpl_model *model;
-    dpl_data *data;
-    dpl_optimizer *optimizer;
-    dpl_schedule schedule;
+    dpl_data data;
+    dpl_optimizer optimizer;
     dpl_loss_rule rule;
     dpl_tokens batch, micro, eval;
     int64_t step, n_steps;         // the next one; where training ends
+    int64_t schedule_length;       // in steps
     int64_t saved;                 // the newest checkpoint's step, -1: none
     uint64_t position;             // training samples used so far
     double step_flops, peak_flops; // of one step; of this machine per second, 0 until measured
@@ -229,6 +240,10 @@ struct dpl_trainer {
     atomic_bool stop; // set by signal handlers and other threads
 };
 
+// Gradients and losses of a batch, one micro-batch after the other; of one alone, `micro` may be
+// NULL. Tokens per expert are counted from 0.
+dpl_status dpl_train_pass(dpl_model *model, const dpl_loss_rule *rule, const dpl_tokens *batch,
+                          dpl_tokens *micro, dpl_loss_sums *sums_out);
 // Loss over `most` batches of the size of `tokens` (0, -1: all) of evaluation data.
 dpl_status dpl_evaluate(dpl_model *model, const dpl_data *data, const dpl_loss_rule *rule,
                         int64_t most, dpl_tokens *tokens, dpl_progress_fn progress, void *arg,
@@ -256,5 +271,3 @@ dpl_status dpl_metrics_cut(const char *path, int64_t step, bool eval);
 // snprintf with a decimal point, whatever the locale.
 int dpl_format(char *text, size_t size, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
-int dpl_format_args(char *text, size_t size, const char *format, va_list args)
-    __attribute__((format(printf, 3, 0)));

@@ -71,7 +71,7 @@ static dpl_status open_batches(dpl_trainer *t) {
     DPL_TRY(dpl_tokens_alloc(B, S, &t->micro));
     DPL_TRY(dpl_tokens_alloc(own > 0 ? (size_t)own : B, S, &t->eval));
     DPL_TRY(dpl_data_open(t->o, n_rows, t->model->config.vocab, &t->data));
-    DPL_CHECK(t->o->eval_interval <= 0 || dpl_data_samples(t->data, true) > 0,
+    DPL_CHECK(t->o->eval_interval <= 0 || dpl_data_samples(&t->data, true) > 0,
               "eval_interval needs data: eval_dataset_path and eval_split_fraction give none");
     t->step_flops = (double)(n_rows / B) * dpl_model_flops(&t->model->config, B, S);
     return DPL_OK;
@@ -81,9 +81,9 @@ static void set_lengths(dpl_trainer *t) {
     const dpl_options *o = t->o;
     const int64_t scheduled = o->learning_rate_schedule_steps;
     t->n_steps = o->steps >= 0 ? o->steps : scheduled;
-    dpl_schedule_init(o, scheduled > 0 ? scheduled : t->n_steps, &t->schedule);
+    t->schedule_length = scheduled > 0 ? scheduled : t->n_steps;
     if (o->num_epoch == 0) return;
-    const double samples = (double)dpl_data_samples(t->data, false) * (double)o->num_epoch;
+    const double samples = (double)dpl_data_samples(&t->data, false) * (double)o->num_epoch;
     const double most = DPL_MAX(1.0, samples / (double)t->batch.n_batch);
     if (most < (double)t->n_steps) t->n_steps = (int64_t)most;
 }
