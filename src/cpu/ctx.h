@@ -52,7 +52,7 @@ typedef struct dpl_span {
 } dpl_span;
 
 typedef void (*dpl_op_fn)(dpl_ctx *ctx, const void *args);
-#define DPL_OP_ARGS_MAX 320
+#define DPL_OP_ARGS_MAX 512
 
 // Runs `fn(ctx, args)` now, or queues a copy of args. `outputs` are the blocks that the operator
 // writes entirely without reading them (never list an accumulated or in-place block).

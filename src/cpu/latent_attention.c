@@ -44,17 +44,16 @@ static void attend_head(const void *args, const dpl_part *part) {
     const float *kv_b = a->kv_b + h * (a->d_nope + a->d_v) * a->d_latent;
     float *q_latent = part->scratch, *mix = q_latent + a->d_latent;
     float *q_copy = mix + a->d_latent, *out_copy = q_copy + d_q;
-    const float *q = dpl_row_load(k, dpl_mat_at(a->q, row, h * d_q), 0, d_q, q_copy);
+    const float *q = dpl_row_load(k, a->q, row, h * d_q, d_q, q_copy);
 
     memset(q_latent, 0, a->d_latent * sizeof *q_latent);
     for (size_t j = 0; j < a->d_nope; j++)
         k->axpy(q[j], kv_b + j * a->d_latent, q_latent, a->d_latent);
     attend(k, a, q_latent, q + a->d_nope, a->first + row + 1, mix);
-    const dpl_mat out = dpl_mat_at(x->out, row, h * a->d_v);
-    float *y = dpl_row_target(out, 0, out_copy);
+    float *y = dpl_row_target(x->out, row, h * a->d_v, out_copy);
     for (size_t j = 0; j < a->d_v; j++)
         y[j] = k->dot(kv_b + (a->d_nope + j) * a->d_latent, mix, a->d_latent);
-    dpl_row_store(k, out, 0, y, a->d_v);
+    dpl_row_store(k, x->out, row, h * a->d_v, y, a->d_v);
 }
 
 void dpl_latent_attention_forward(dpl_ctx *ctx, const dpl_latent_attention *a, dpl_mat out) {

@@ -13,22 +13,23 @@
 #define DPL_EACH_BLOCK(col, n, d) \
     for (size_t col = 0, n; n = DPL_MIN(DPL_ROW_BLOCK, (d)-col), col < (d); col += n)
 
-// `n` elements of `row` as fp32: in place, or converted into scratch (n elements).
-static inline const float *dpl_row_load(const dpl_row_kernels *k, dpl_mat m, size_t row, size_t n,
-                                        float *scratch) {
-    if (m.dtype == DPL_F32) return dpl_mat_row(m, row);
-    k->from_bf16(dpl_mat_row(m, row), scratch, n);
+// `n` elements of `row` from `col` on as fp32: in place, or converted into scratch (n elements).
+static inline const float *dpl_row_load(const dpl_row_kernels *k, dpl_mat m, size_t row, size_t col,
+                                        size_t n, float *scratch) {
+    const void *from = dpl_mat_at(m, row, col).p;
+    if (m.dtype == DPL_F32) return from;
+    k->from_bf16(from, scratch, n);
     return scratch;
 }
 
-// Where to compute `row`: the row itself, or scratch that dpl_row_store then converts.
-static inline float *dpl_row_target(dpl_mat m, size_t row, float *scratch) {
-    return m.dtype == DPL_F32 ? dpl_mat_row(m, row) : scratch;
+// Where to compute them: in place, or scratch that dpl_row_store then converts.
+static inline float *dpl_row_target(dpl_mat m, size_t row, size_t col, float *scratch) {
+    return m.dtype == DPL_F32 ? dpl_mat_at(m, row, col).p : scratch;
 }
 
-static inline void dpl_row_store(const dpl_row_kernels *k, dpl_mat m, size_t row, const float *x,
-                                 size_t n) {
-    void *to = dpl_mat_row(m, row);
+static inline void dpl_row_store(const dpl_row_kernels *k, dpl_mat m, size_t row, size_t col,
+                                 const float *x, size_t n) {
+    void *to = dpl_mat_at(m, row, col).p;
     if (m.dtype == DPL_BF16) k->to_bf16(x, to, n);
     else if (to != x) memcpy(to, x, n * sizeof *x);
 }

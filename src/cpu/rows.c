@@ -42,17 +42,16 @@ static void norm_forward(const void *args, const dpl_part *part) {
     for (size_t row = part->first; row < part->end; row++) {
         double squares = 0;
         DPL_EACH_BLOCK(col, n, a->d) {
-            const float *x = dpl_row_load(k, dpl_mat_at(a->a, row, col), 0, n, buf);
+            const float *x = dpl_row_load(k, a->a, row, col, n, buf);
             squares += (double)k->dot(x, x, n);
         }
         const float rstd = (float)(1.0 / sqrt(squares / (double)a->d + (double)a->eps));
         a->rstd[row] = rstd;
         DPL_EACH_BLOCK(col, n, a->d) {
-            const dpl_mat to = dpl_mat_at(a->out, row, col);
-            const float *x = dpl_row_load(k, dpl_mat_at(a->a, row, col), 0, n, buf);
-            float *y = dpl_row_target(to, 0, buf);
+            const float *x = dpl_row_load(k, a->a, row, col, n, buf);
+            float *y = dpl_row_target(a->out, row, col, buf);
             k->norm_forward(x, a->weight + col, rstd, y, n);
-            dpl_row_store(k, to, 0, y, n);
+            dpl_row_store(k, a->out, row, col, y, n);
         }
     }
 }
@@ -69,20 +68,19 @@ static void norm_backward_row(const row_args *a, const dpl_row_kernels *k, size_
     float buf[DPL_ROW_BLOCK], dy_buf[DPL_ROW_BLOCK];
     double dot = 0;
     DPL_EACH_BLOCK(col, n, a->d) {
-        const float *x = dpl_row_load(k, dpl_mat_at(a->a, row, col), 0, n, buf);
-        const float *dy = dpl_row_load(k, dpl_mat_at(a->b, row, col), 0, n, dy_buf);
+        const float *x = dpl_row_load(k, a->a, row, col, n, buf);
+        const float *dy = dpl_row_load(k, a->b, row, col, n, dy_buf);
         dot += (double)k->norm_dot(dy, a->weight + col, x, n);
     }
     const double rstd = (double)a->rstd[row];
     const float c = (float)(rstd * rstd * rstd * dot / (double)a->d);
     DPL_EACH_BLOCK(col, n, a->d) {
-        const dpl_mat to = dpl_mat_at(a->out, row, col);
-        const float *x = dpl_row_load(k, dpl_mat_at(a->a, row, col), 0, n, buf);
-        const float *dy = dpl_row_load(k, dpl_mat_at(a->b, row, col), 0, n, dy_buf);
-        float *dx = dpl_row_target(to, 0, buf);
+        const float *x = dpl_row_load(k, a->a, row, col, n, buf);
+        const float *dy = dpl_row_load(k, a->b, row, col, n, dy_buf);
+        float *dx = dpl_row_target(a->out, row, col, buf);
         k->norm_backward(dy, a->weight + col, x, a->rstd[row], c, a->accumulate, dx, dgain + col,
                          n);
-        dpl_row_store(k, to, 0, dx, n);
+        dpl_row_store(k, a->out, row, col, dx, n);
     }
 }
 
@@ -139,12 +137,12 @@ static void rope_rows(const void *args, const dpl_part *part) {
         const float *cos = r->cos + (size_t)r->position[row] * half;
         const float *sin = r->sin + (size_t)r->position[row] * half;
         for (size_t head = 0; head < r->n_heads; head++) {
-            const dpl_mat at = dpl_mat_at(a->x, row, head * r->head_stride + r->first);
-            float *x = dpl_row_target(at, 0, part->scratch);
-            dpl_row_load(k, at, 0, r->d_rope, x);
+            const size_t col = head * r->head_stride + r->first;
+            float *x = dpl_row_target(a->x, row, col, part->scratch);
+            dpl_row_load(k, a->x, row, col, r->d_rope, x);
             if (r->interleaved) k->rope_pairs(cos, sin, a->sign, x, half);
             else k->rope_split(cos, sin, a->sign, x, x + half, half);
-            dpl_row_store(k, at, 0, x, r->d_rope);
+            dpl_row_store(k, a->x, row, col, x, r->d_rope);
         }
     }
 }
@@ -160,11 +158,11 @@ static void swiglu_forward(const void *args, const dpl_part *part) {
     const row_args *a = args;
     float buf[2 * DPL_ROW_BLOCK], h_buf[DPL_ROW_BLOCK];
     for (size_t row = part->first; row < part->end; row++) DPL_EACH_BLOCK(col, n, a->d) {
-            const dpl_mat from = dpl_mat_at(a->a, row, 2 * col), to = dpl_mat_at(a->out, row, col);
-            const float *gate_up = dpl_row_load(part->k, from, 0, dpl_gate_up_width(n), buf);
-            float *h = dpl_row_target(to, 0, h_buf);
+            const size_t width = dpl_gate_up_width(n);
+            const float *gate_up = dpl_row_load(part->k, a->a, row, 2 * col, width, buf);
+            float *h = dpl_row_target(a->out, row, col, h_buf);
             part->k->swiglu_forward(gate_up, a->weight ? a->weight[row] : 1.0f, h, n);
-            dpl_row_store(part->k, to, 0, h, n);
+            dpl_row_store(part->k, a->out, row, col, h, n);
         }
 }
 
@@ -184,13 +182,11 @@ static void swiglu_backward(const void *args, const dpl_part *part) {
         double dw = 0;
         DPL_EACH_BLOCK(col, n, a->d) {
             const size_t width = dpl_gate_up_width(n);
-            const dpl_mat from = dpl_mat_at(a->a, row, 2 * col);
-            const dpl_mat to = dpl_mat_at(a->out, row, 2 * col);
-            const float *gate_up = dpl_row_load(k, from, 0, width, buf);
-            const float *dh = dpl_row_load(k, dpl_mat_at(a->b, row, col), 0, n, dh_buf);
-            float *dgate_up = dpl_row_target(to, 0, buf);
+            const float *gate_up = dpl_row_load(k, a->a, row, 2 * col, width, buf);
+            const float *dh = dpl_row_load(k, a->b, row, col, n, dh_buf);
+            float *dgate_up = dpl_row_target(a->out, row, 2 * col, buf);
             dw += (double)k->swiglu_backward(dh, gate_up, w, dgate_up, n);
-            dpl_row_store(k, to, 0, dgate_up, width);
+            dpl_row_store(k, a->out, row, 2 * col, dgate_up, width);
         }
         if (a->drow_weight) a->drow_weight[row] = (float)dw;
     }
@@ -209,12 +205,11 @@ static void add_rows(const void *args, const dpl_part *part) {
     const row_args *x = args;
     float a_buf[DPL_ROW_BLOCK], b_buf[DPL_ROW_BLOCK];
     for (size_t row = part->first; row < part->end; row++) DPL_EACH_BLOCK(col, n, x->d) {
-            const dpl_mat to = dpl_mat_at(x->out, row, col);
-            const float *a = dpl_row_load(part->k, dpl_mat_at(x->a, row, col), 0, n, a_buf);
-            const float *b = dpl_row_load(part->k, dpl_mat_at(x->b, row, col), 0, n, b_buf);
-            float *out = dpl_row_target(to, 0, a_buf);
+            const float *a = dpl_row_load(part->k, x->a, row, col, n, a_buf);
+            const float *b = dpl_row_load(part->k, x->b, row, col, n, b_buf);
+            float *out = dpl_row_target(x->out, row, col, a_buf);
             part->k->add(a, b, out, n);
-            dpl_row_store(part->k, to, 0, out, n);
+            dpl_row_store(part->k, x->out, row, col, out, n);
         }
 }
 
@@ -283,7 +278,7 @@ static void gather_panel_row(const gather_args *a, const dpl_row_kernels *k, siz
     const float *x = (const float *)a->from.p + dpl_panel_index(from, 0, a->d);
     DPL_EACH_BLOCK(col, n, a->d) {
         for (size_t i = 0; i < n; i++) buf[i] = x[(col + i) * DPL_PANEL];
-        dpl_row_store(k, dpl_mat_at(a->to, row, col), 0, buf, n);
+        dpl_row_store(k, a->to, row, col, buf, n);
     }
 }
 
@@ -348,7 +343,7 @@ static void embed_backward(const void *args, const dpl_part *part) {
     for (size_t row = 0; row < a->n_rows; row++) {
         if (a->ids[row] < 0 || (size_t)a->ids[row] >= a->v) continue;
         const size_t id = (size_t)a->ids[row];
-        const float *dy = dpl_row_load(part->k, dpl_mat_at(a->dy, row, part->first), 0, count, buf);
+        const float *dy = dpl_row_load(part->k, a->dy, row, part->first, count, buf);
         float *to = a->dtable + (a->in_panels ? dpl_panel_index(id, part->first, a->d)
                                               : id * a->d + part->first);
         if (a->in_panels)
@@ -375,25 +370,25 @@ typedef struct combine_args {
     float *slot_value;
 } combine_args;
 
-// n columns of one token, `rows` and `y` from there on.
-static void combine_block(const combine_args *a, const dpl_row_kernels *k, dpl_mat rows, dpl_mat y,
-                          size_t token, size_t n) {
+// n columns of one token.
+static void combine_block(const combine_args *a, const dpl_row_kernels *k, size_t token, size_t col,
+                          size_t n) {
     float sum[DPL_ROW_BLOCK], row[DPL_ROW_BLOCK];
     const int32_t *slot_row = a->slot_row + token * a->top_k;
-    float *to = a->accumulate ? sum : dpl_row_target(y, token, sum);
+    float *to = a->accumulate ? sum : dpl_row_target(a->y, token, col, sum);
     bool any = false;
     for (size_t i = 0; i < a->top_k; i++) {
         if (slot_row[i] < 0) continue;
-        const float *x = dpl_row_load(k, rows, (size_t)slot_row[i], n, row);
+        const float *x = dpl_row_load(k, a->rows, (size_t)slot_row[i], col, n, row);
         if (any) k->add(to, x, to, n);
         else memcpy(to, x, n * sizeof *to);
         any = true;
     }
     if (!any) memset(to, 0, n * sizeof *to);
     if (!a->accumulate) {
-        dpl_row_store(k, y, token, to, n);
+        dpl_row_store(k, a->y, token, col, to, n);
     } else if (any) {
-        float *total = dpl_mat_row(y, token);
+        float *total = dpl_mat_at(a->y, token, col).p;
         k->add(total, sum, total, n);
     }
 }
@@ -402,7 +397,7 @@ static void combine_rows(const void *args, const dpl_part *part) {
     const combine_args *a = args;
     for (size_t token = part->first; token < part->end; token++) {
         DPL_EACH_BLOCK(col, n, a->d)
-        combine_block(a, part->k, dpl_mat_at(a->rows, 0, col), dpl_mat_at(a->y, 0, col), token, n);
+        combine_block(a, part->k, token, col, n);
         if (!a->row_value) continue;
         for (size_t slot = token * a->top_k; slot < (token + 1) * a->top_k; slot++)
             a->slot_value[slot] = a->slot_row[slot] < 0 ? 0 : a->row_value[a->slot_row[slot]];
