@@ -270,6 +270,9 @@ static void test_write(void **state) {
     check_ok(dpl_model_open(r.ctx, path, r.config, &copy));
     expect_equal_models(r.model, copy);
     dpl_model_close(&copy);
+    // In one piece again: of the folder in pieces nothing stays.
+    check_ok(dpl_model_write(r.model, path, "float32", 0));
+    assert_int_equal(scratch_count(path), 2);
     make_dir("other");
     scratch_text(scratch_path("other/notes.txt"), "mine");
     check_error(dpl_model_write(r.model, scratch_path("other"), "float32", 0), DPL_EINVAL, "other",

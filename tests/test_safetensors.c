@@ -445,8 +445,6 @@ static void shard_sets(void **state) {
     (void)state;
     char dir[PATH_MAX];
     strcpy(dir, scratch_path("model"));
-    check_ok(dpl_make_dirs(dir));
-    scratch_text(scratch_path("model/config.json"), "{}");
     // Bytes: F32 4, 16, 28, 40; BF16 4, 6, 10, 12, 16, 18: 154 in all.
     static const struct {
         size_t shard_bytes, n_files;
@@ -454,11 +452,13 @@ static void shard_sets(void **state) {
                  {1000, 1}, {64, 3}, {154, 1}, {153, 2}};
     for (size_t i = 0; i < DPL_COUNT(cases); i++) {
         int first = (int)i + 1;
+        check_ok(dpl_remove_tree(dir));
+        check_ok(dpl_make_dirs(dir));
         check_ok(
             dpl_shards_write(dir, shard_tensors, N_TENSORS, cases[i].shard_bytes, fill, &first));
         check_shards(dir, first, cases[i].n_files);
-        const size_t n_files = cases[i].n_files; // no stale file, one index
-        assert_int_equal(scratch_count(dir), 1 + n_files + (n_files > 1));
+        const size_t n_files = cases[i].n_files;
+        assert_int_equal(scratch_count(dir), n_files + (n_files > 1)); // one index
         if (n_files == 1) continue;
         json_t *index;
         check_ok(dpl_json_read(scratch_path("model/model.safetensors.index.json"), &index));
@@ -488,7 +488,15 @@ static void shard_stale(void **state) {
     assert_non_null(strstr(scratch_log_stop(), "the index is not used"));
     check_ok(dpl_shards_write(dir, shard_tensors, N_TENSORS, 64, fill, &first));
     check_shards(dir, first, 3);
-    assert_int_equal(scratch_count(dir), 4);
+    assert_false(dpl_path_exists(scratch_path("stale/model.safetensors")));
+    // Fewer shards, more, and one file, each where the others were.
+    static const size_t shard_bytes[] = {40, 64, 153, 1, 0, 60, 0};
+    for (size_t i = 0; i < DPL_COUNT(shard_bytes); i++) {
+        first = 20 + (int)i;
+        check_ok(dpl_shards_write(dir, shard_tensors, N_TENSORS, shard_bytes[i], fill, &first));
+        check_shards(dir, first, ((const size_t[]){5, 3, 2, 10, 1, 3, 1})[i]);
+    }
+    assert_false(dpl_path_exists(scratch_path("stale/model.safetensors.index.json")));
 }
 
 static void edit_index(const char *dir, const char *tensor, const char *file, json_int_t total) {

@@ -153,8 +153,7 @@ static void random_models_survive_a_round_trip_in_shards(void **state) {
         assert_true(kit_open(&config, DPL_F32, &s.params, 2, false, NULL, &first));
         const char *dir = fresh_dir("shards");
         check_ok(dpl_model_save(first.model, dir, DPL_F32, 5000));
-        const size_t n_files = scratch_count(dir);
-        assert_true(n_files > 3); // config.json, index, shards
+        assert_true(scratch_count(dir) > 3); // config.json, index, shards
         assert_false(dpl_path_exists(scratch_path("shards/model.safetensors")));
         json_t *index = json_load_file(scratch_path("shards/model.safetensors.index.json"), 0,
                                        NULL);
@@ -171,13 +170,12 @@ static void random_models_survive_a_round_trip_in_shards(void **state) {
         check_ok(dpl_model_load(second.model, dir));
         assert_same_weights(&first, &second);
         kit_close(&second);
-        // Fewer shards over them: the old ones are gone or ignored.
+        // Fewer shards over them: the old ones are ignored.
         for (size_t i = 0; i < first.model->params.n; i++) {
             const dpl_param *p = &first.model->params.list[i];
             if (p->ones) first.model->params.master[p->offset] = 9;
         }
         check_ok(dpl_model_save(first.model, dir, DPL_F32, 20000));
-        assert_true(scratch_count(dir) <= n_files);
         open_folder(dir, DPL_F32, &second);
         check_ok(dpl_model_load(second.model, dir));
         assert_same_weights(&first, &second);
