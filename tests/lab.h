@@ -56,10 +56,10 @@ void lab_close(lab *l);
 void lab_pack(lab *l);
 void lab_inputs(lab *l); // x, dy -> x_in, dy_in
 void lab_zero_grads(lab *l);
-dpl_status lab_forward(lab *l, dpl_ctx *ctx);  // y and saved; waits
-dpl_status lab_backward(lab *l, dpl_ctx *ctx); // dx and grads; waits
-dpl_status lab_run(lab *l, dpl_ctx *ctx);      // both
-void lab_oracle(lab *l, bool own_choice);      // own_choice false: the ids of `saved`
+dpl_status lab_forward(lab *l, dpl_ctx *ctx); // y and saved; waits
+void lab_backward(lab *l, dpl_ctx *ctx);      // dx and grads; waits
+dpl_status lab_run(lab *l, dpl_ctx *ctx);     // both
+void lab_oracle(lab *l, bool own_choice);     // own_choice false: the ids of `saved`
 float lab_y(const lab *l, size_t i);
 float lab_grad(const lab *l, lab_id id, size_t i); // element of the row-major tensor
 uint64_t lab_hash(const lab *l);                   // of y, dx, gradients, ids, weights

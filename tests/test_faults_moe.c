@@ -464,7 +464,7 @@ static void ids_of_a_caller_are_checked(void **state) {
                  {{0, 1, 2, -2}, "token 1, slot 1: expert id -2"},
                  {{INT32_MAX, 0, 0, 1}, "token 0"},
                  {{-1, -1, -1, -1}, NULL}};
-    const dpl_moe_shape shape = {.d = 4, .f = 4, .rule = lab_sigmoid(4, 2), .n_local = 4};
+    const dpl_moe_shape shape = {.d = 4, .f = 4, .rule = lab_sigmoid(4, 2)};
     dpl_comm *comm;
     assert_int_equal(dpl_comm_open("self", NULL, &comm), DPL_OK);
     for (size_t i = 0; i < DPL_COUNT(cases); i++) {
@@ -491,7 +491,7 @@ static void skipped_slots_shift_no_rows(void **state) {
     static const int32_t source[] = {0, 3, 2, 3, 2},
                          slot[] = {0, 7, 5, 6, 4}; // by expert, then token
     static const float copies[] = {1, 0, 2, 2};    // of each token
-    const dpl_moe_shape shape = {.d = D, .f = 4, .rule = lab_sigmoid(4, K), .n_local = 4};
+    const dpl_moe_shape shape = {.d = D, .f = 4, .rule = lab_sigmoid(4, K)};
     dpl_comm *comm;
     dpl_ep ep;
     assert_int_equal(dpl_comm_open("self", NULL, &comm), DPL_OK);
@@ -519,7 +519,7 @@ static void skipped_slots_shift_no_rows(void **state) {
 // Row 119: the sum over a token's experts is in fp32 and rounded once.
 static void combine_rounds_once(void **state) {
     (void)state;
-    const dpl_moe_shape shape = {.d = 1, .f = 4, .rule = lab_sigmoid(8, 8), .n_local = 8};
+    const dpl_moe_shape shape = {.d = 1, .f = 4, .rule = lab_sigmoid(8, 8)};
     static const int32_t given[] = {0, 1, 2, 3, 4, 5, 6, 7};
     uint16_t rows[8], y = 0;
     for (size_t i = 0; i < 8; i++) rows[i] = dpl_f32_to_bf16(i ? 0x1p-9f : 1.0f);
@@ -706,7 +706,7 @@ static void two_backward_calls_double_every_gradient(void **state) {
         once[id] = dpl_alloc_array(l.n[id], sizeof(float));
         for (size_t i = 0; i < l.n[id]; i++) once[id][i] = lab_grad(&l, (lab_id)id, i);
     }
-    assert_int_equal(lab_backward(&l, ctx), DPL_OK);
+    lab_backward(&l, ctx);
     assert_memory_equal(dx, l.dx, rule.t * rule.d * sizeof *dx);
     for (int id = 0; id < LAB_N; id++) {
         double largest = 0;
@@ -749,11 +749,9 @@ static void strided_gradients_are_read_only(void **state) {
         for (int again = 0; again < 2; again++) {
             lab_zero_grads(&l);
             memset(l.dx, 0xff, rule.t * rule.d * sizeof *l.dx);
-            assert_int_equal(dpl_moe_backward(ctx, l.comm, &l.shape, &l.weights,
-                                              (dpl_mat){l.x_in, rule.d, rule.dtype}, NULL, &l.saved,
-                                              (dpl_mat){wide, ld, rule.dtype},
-                                              dpl_mat_f32(l.dx, rule.d), &l.grads),
-                             DPL_OK);
+            dpl_moe_backward(ctx, &l.shape, &l.weights, (dpl_mat){l.x_in, rule.d, rule.dtype}, NULL,
+                             &l.saved, (dpl_mat){wide, ld, rule.dtype}, dpl_mat_f32(l.dx, rule.d),
+                             &l.grads);
             assert_true(lab_hash(&l) == dense);
             assert_memory_equal(wide, before, bytes);
         }
@@ -785,8 +783,8 @@ static void passes_may_interleave(void **state) {
         }
         assert_int_equal(lab_forward(&l[0], ctx), DPL_OK);
         assert_int_equal(lab_forward(&l[1], ctx), DPL_OK);
-        assert_int_equal(lab_backward(&l[order], ctx), DPL_OK);
-        assert_int_equal(lab_backward(&l[1 - order], ctx), DPL_OK);
+        lab_backward(&l[order], ctx);
+        lab_backward(&l[1 - order], ctx);
         for (int i = 0; i < 2; i++) {
             assert_true(lab_hash(&l[i]) == alone[i]);
             lab_close(&l[i]);
@@ -806,7 +804,7 @@ static void gradients_may_be_left_out(void **state) {
     memcpy(dx, l.dx, rule.t * rule.d * sizeof *dx);
     const dpl_moe_grads grads = l.grads;
     l.grads = (dpl_moe_grads){0};
-    assert_int_equal(lab_backward(&l, ctx), DPL_OK);
+    lab_backward(&l, ctx);
     assert_memory_equal(dx, l.dx, rule.t * rule.d * sizeof *dx);
     l.grads = grads;
     dpl_free(dx);
@@ -850,7 +848,7 @@ static void gradients_of_weights_may_be_absent(void **state) {
     (void)state;
     enum { T = 2, K = 2, D = 3 };
     static const int32_t given[T * K] = {0, 3, 3, 1};
-    const dpl_moe_shape shape = {.d = D, .f = 4, .rule = lab_sigmoid(4, K), .n_local = 4};
+    const dpl_moe_shape shape = {.d = D, .f = 4, .rule = lab_sigmoid(4, K)};
     float drows[T * K * D], dx[T * D];
     dpl_comm *comm;
     dpl_ep ep;
@@ -1150,7 +1148,7 @@ static void exchanges_do_not_depend_on_the_tokens(void **state) {
         n_calls = 0;
         assert_int_equal(lab_forward(&l, ctx), DPL_OK);
         const int forward = n_calls;
-        assert_int_equal(lab_backward(&l, ctx), DPL_OK);
+        lab_backward(&l, ctx);
         const int backward = n_calls - forward;
         if (i == 0) expected[0] = forward, expected[1] = backward;
         assert_true(forward > 0 && forward == expected[0] && backward == expected[1]);

@@ -67,7 +67,7 @@ dpl_status dpl_layer_open(const dpl_layer_config *config, dpl_ctx *ctx, dpl_laye
     dpl_layer *layer = dpl_alloc(sizeof *layer);
     if (!layer) return dpl_fail(DPL_ENOMEM, "no memory for a layer");
     layer->ctx = ctx;
-    layer->shape = (dpl_moe_shape){d, f, sf, config->rule, 0, e, dtype};
+    layer->shape = (dpl_moe_shape){d, f, sf, config->rule, dtype};
     layer->weight[ROUTER] = (dpl_weight){NULL, DPL_F32, 1, e, d};
     layer->weight[GATE_UP] = (dpl_weight){NULL, dtype, e, dpl_gate_up_width(f), d};
     layer->weight[DOWN] = (dpl_weight){NULL, dtype, e, d, f};
@@ -222,8 +222,8 @@ dpl_status dpl_layer_backward(dpl_layer *layer, const void *x, size_t ld_x, cons
     DPL_TRY(dpl_check_mat("dy", dy, ld_dy, shape->d, n_tokens, shape->dtype, &dy_in));
     DPL_TRY(dpl_check_mat("dx_out", dx_out, ld_dx, shape->d, n_tokens, DPL_F32, &dx));
     DPL_TRY(check_step_memory(layer, n_tokens));
-    DPL_TRY(dpl_moe_backward(layer->ctx, layer->comm, shape, &layer->weights, x_in, NULL,
-                             &record->saved, dy_in, dx, &layer->grads));
+    dpl_moe_backward(layer->ctx, shape, &layer->weights, x_in, NULL, &record->saved, dy_in, dx,
+                     &layer->grads);
     dpl_ctx_wait(layer->ctx);
     return DPL_OK;
 }

@@ -67,23 +67,6 @@ void dpl_norm_backward(dpl_model *m, int layer, dpl_param_id id, dpl_mat dy, dpl
 }
 
 /* ---- the layer ---- */
-static dpl_moe_shape moe_shape(const dpl_model *m) {
-    const dpl_model_config *c = &m->config;
-    return (dpl_moe_shape){.d = c->d,
-                           .f = c->moe_f,
-                           .shared_f = c->moe_f * c->n_shared,
-                           .n_local = c->n_experts,
-                           .dtype = m->dtype,
-                           .rule = {.n_experts = c->n_experts,
-                                    .top_k = c->top_k,
-                                    .n_groups = c->n_groups,
-                                    .top_groups = c->top_groups,
-                                    .sigmoid = c->sigmoid,
-                                    .group_top2 = true,
-                                    .norm_topk = c->norm_topk,
-                                    .scale = (float)c->routed_scale}};
-}
-
 static dpl_weight weight(const dpl_model *m, int layer, dpl_param_id id) {
     return dpl_model_weight(m, dpl_model_param(m, layer, id));
 }
@@ -93,73 +76,69 @@ static float *grad(const dpl_model *m, int layer, dpl_param_id id) {
 }
 
 static dpl_moe_weights moe_weights(const dpl_model *m, int layer) {
-    return (dpl_moe_weights){.router = weight(m, layer, DPL_P_ROUTER),
-                             .bias = m->config.routed_bias ? dpl_model_bias(m, (size_t)layer)
-                                                           : NULL,
-                             .gate_up = weight(m, layer, DPL_P_EXPERT_GATE_UP),
-                             .down = weight(m, layer, DPL_P_EXPERT_DOWN),
-                             .shared_gate_up = weight(m, layer, DPL_P_SHARED_GATE_UP),
-                             .shared_down = weight(m, layer, DPL_P_SHARED_DOWN)};
+    const float *bias = m->config.routed_bias ? dpl_model_bias(m, (size_t)layer) : NULL;
+    // clang-format off
+    return (dpl_moe_weights){
+        weight(m, layer, DPL_P_ROUTER), bias,
+        weight(m, layer, DPL_P_EXPERT_GATE_UP), weight(m, layer, DPL_P_EXPERT_DOWN),
+        weight(m, layer, DPL_P_SHARED_GATE_UP), weight(m, layer, DPL_P_SHARED_DOWN)};
+    // clang-format on
 }
 
 static dpl_moe_grads moe_grads(const dpl_model *m, int layer) {
-    return (dpl_moe_grads){.router = grad(m, layer, DPL_P_ROUTER),
-                           .gate_up = grad(m, layer, DPL_P_EXPERT_GATE_UP),
-                           .down = grad(m, layer, DPL_P_EXPERT_DOWN),
-                           .shared_gate_up = grad(m, layer, DPL_P_SHARED_GATE_UP),
-                           .shared_down = grad(m, layer, DPL_P_SHARED_DOWN)};
+    // clang-format off
+    return (dpl_moe_grads){
+        grad(m, layer, DPL_P_ROUTER),
+        grad(m, layer, DPL_P_EXPERT_GATE_UP), grad(m, layer, DPL_P_EXPERT_DOWN),
+        grad(m, layer, DPL_P_SHARED_GATE_UP), grad(m, layer, DPL_P_SHARED_DOWN)};
+    // clang-format on
 }
 
 static dpl_mlp dense_mlp(const dpl_model *m, int layer, const dpl_block_saved *saved,
                          size_t n_rows) {
-    return (dpl_mlp){.groups = dpl_one_group(n_rows),
-                     .gate_up_w = weight(m, layer, DPL_P_GATE_UP),
-                     .down_w = weight(m, layer, DPL_P_DOWN),
-                     .x = saved->act[DPL_ACT_MLP_NORM],
-                     .gate_up = saved->act[DPL_ACT_MLPWI],
-                     .hidden = saved->act[DPL_ACT_MLP_HIDDEN]};
+    const dpl_weight in = weight(m, layer, DPL_P_GATE_UP), out = weight(m, layer, DPL_P_DOWN);
+    const dpl_mat *act = saved->act;
+    return (dpl_mlp){dpl_one_group(n_rows),  in,   out,
+                     act[DPL_ACT_MLP_NORM],  NULL, act[DPL_ACT_MLPWI],
+                     act[DPL_ACT_MLP_HIDDEN]};
 }
 
-dpl_status dpl_block_forward(dpl_model *m, int layer, const dpl_stream *s, const dpl_aux *aux,
+dpl_status dpl_block_forward(dpl_model *m, int layer, const dpl_batch *b, const dpl_aux *aux,
                              const dpl_mla_cache *cache, dpl_mat x, dpl_mat out,
                              dpl_block_saved *saved) {
     const bool moe = dpl_model_layer_is_moe(&m->config, (size_t)layer);
-    const size_t T = s->n_tokens;
+    const size_t T = dpl_batch_tokens(b);
     *saved = (dpl_block_saved){.act[DPL_ACT_INPUT] = x};
     for (dpl_act_id id = DPL_ACT_INPUT + 1; id < (moe ? DPL_ACT_MLPWI : DPL_ACT_N); id++)
         saved->act[id] = dpl_act_alloc(m, T, dpl_act_width(&m->config, id),
                                        id == DPL_ACT_MLP_INPUT);
-    dpl_mla_forward(m, layer, s, cache, saved);
+    dpl_mla_forward(m, layer, b, cache, saved);
     const dpl_mat middle = saved->act[DPL_ACT_MLP_INPUT], n = saved->act[DPL_ACT_MLP_NORM];
     saved->rstd_mlp = dpl_norm_forward(m, layer, DPL_P_MLP_NORM, middle, T, n);
     if (moe) {
-        const dpl_moe_shape shape = moe_shape(m);
         const dpl_moe_weights weights = moe_weights(m, layer);
-        const dpl_status status = dpl_moe_forward_in(m->ctx, m->comm, &shape, &weights, n, T,
-                                                     s->segment, aux, NULL, &saved->moe, out);
+        const dpl_status status = dpl_moe_forward_in(m->ctx, m->comm, &m->moe, &weights, n, T,
+                                                     b->segment, aux, NULL, &saved->moe, out);
         if (status != DPL_OK) return dpl_fail_in(status, "layer %d", layer);
         dpl_probe_routing(m, layer, &saved->moe);
     } else {
         const dpl_mlp mlp = dense_mlp(m, layer, saved, T);
         dpl_experts_forward(m->ctx, &mlp, out);
     }
-    dpl_probe_mat(m, "mlp", layer, s, out, m->config.d);
+    dpl_probe_mat(m, "mlp", layer, b, out, m->config.d);
     dpl_add(m->ctx, middle, out, T, m->config.d, out);
     return DPL_OK;
 }
 
-dpl_status dpl_block_backward(dpl_model *m, int layer, const dpl_stream *s, const dpl_aux *aux,
-                              const dpl_block_saved *saved, dpl_mat dx) {
+void dpl_block_backward(dpl_model *m, int layer, const dpl_batch *b, const dpl_aux *aux,
+                        const dpl_block_saved *saved, dpl_mat dx) {
     const dpl_model_config *c = &m->config;
-    const size_t T = s->n_tokens, mark = dpl_ctx_mark(m->ctx);
+    const size_t T = dpl_batch_tokens(b), mark = dpl_ctx_mark(m->ctx);
     const dpl_mat n = saved->act[DPL_ACT_MLP_NORM], dn = dpl_act_alloc(m, T, c->d, true);
     if (dpl_model_layer_is_moe(c, (size_t)layer)) {
-        const dpl_moe_shape shape = moe_shape(m);
         const dpl_moe_weights weights = moe_weights(m, layer);
         const dpl_moe_grads grads = moe_grads(m, layer);
-        const dpl_status status = dpl_moe_backward(m->ctx, m->comm, &shape, &weights, n, aux,
-                                                   &saved->moe, dx, dn, &grads);
-        if (status != DPL_OK) return dpl_fail_in(status, "layer %d, backward", layer);
+        dpl_moe_backward(m->ctx, &m->moe, &weights, n, aux, &saved->moe, dx, dn, &grads);
     } else {
         const dpl_mlp mlp = dense_mlp(m, layer, saved, T);
         dpl_experts_backward(m->ctx, &mlp, dx, dn, false, NULL, grad(m, layer, DPL_P_GATE_UP),
@@ -168,6 +147,5 @@ dpl_status dpl_block_backward(dpl_model *m, int layer, const dpl_stream *s, cons
     dpl_norm_backward(m, layer, DPL_P_MLP_NORM, dn, saved->act[DPL_ACT_MLP_INPUT], saved->rstd_mlp,
                       T, dx, true);
     dpl_ctx_release(m->ctx, mark);
-    dpl_mla_backward(m, layer, s, saved, dx);
-    return DPL_OK;
+    dpl_mla_backward(m, layer, b, saved, dx);
 }

@@ -28,14 +28,6 @@ typedef enum dpl_act_id { DPL_ACT_MAP(DPL_ACT_ENUM) DPL_ACT_N } dpl_act_id;
 #undef DPL_ACT_ENUM
 size_t dpl_act_width(const dpl_model_config *config, dpl_act_id id);
 
-// The tokens of one pass through a layer: a batch that was checked, its positions filled in.
-typedef struct dpl_stream {
-    size_t n_batch, n_seq, n_tokens;
-    const int32_t *segment; // NULL: all 1
-    const int32_t *position, *ids;
-    const int32_t *targets; // NULL: forward only
-} dpl_stream;
-
 typedef struct dpl_block_saved {
     dpl_mat act[DPL_ACT_N];
     float *rstd_attn, *rstd_q, *rstd_kv, *rstd_mlp; // (T)
@@ -44,6 +36,7 @@ typedef struct dpl_block_saved {
 } dpl_block_saved;
 
 /* ---- block.c: what all of src/model is made of. Blocks come from the step arena. ---- */
+// Batches here were checked and have their positions.
 dpl_mat dpl_act_alloc(dpl_model *model, size_t n_rows, size_t width, bool f32);
 // y = x W^T + bias, if the matrix `id` has one.
 void dpl_linear_forward(dpl_model *model, int layer, dpl_param_id id, dpl_mat x, size_t n_rows,
@@ -67,34 +60,34 @@ typedef struct dpl_mla_cache {
 } dpl_mla_cache;
 // x -> out (T, D), both F32. aux NULL: no auxiliary losses. cache: NULL, or of the one sequence
 // that the tokens continue; it is filled.
-dpl_status dpl_block_forward(dpl_model *model, int layer, const dpl_stream *stream,
+dpl_status dpl_block_forward(dpl_model *model, int layer, const dpl_batch *batch,
                              const dpl_aux *aux, const dpl_mla_cache *cache, dpl_mat x, dpl_mat out,
                              dpl_block_saved *saved_out);
 // dx: gradient of out on entry, of x on return.
-dpl_status dpl_block_backward(dpl_model *model, int layer, const dpl_stream *stream,
-                              const dpl_aux *aux, const dpl_block_saved *saved, dpl_mat dx);
+void dpl_block_backward(dpl_model *model, int layer, const dpl_batch *batch, const dpl_aux *aux,
+                        const dpl_block_saved *saved, dpl_mat dx);
 
 /* ---- mla.c ---- */
 // act[INPUT] -> act[MLP_INPUT] = input + attention; the blocks between are there already.
-void dpl_mla_forward(dpl_model *model, int layer, const dpl_stream *stream,
+void dpl_mla_forward(dpl_model *model, int layer, const dpl_batch *batch,
                      const dpl_mla_cache *cache, dpl_block_saved *saved);
 // dx (T, D) F32: gradient of act[MLP_INPUT] on entry, of act[INPUT] on return.
-void dpl_mla_backward(dpl_model *model, int layer, const dpl_stream *stream,
+void dpl_mla_backward(dpl_model *model, int layer, const dpl_batch *batch,
                       const dpl_block_saved *saved, dpl_mat dx);
 
 /* ---- model.c ---- */
 // Sends an activation to model->probe as "stem.layer" (layer < 0: "stem"), shape (B, S, width).
-void dpl_probe_mat(dpl_model *model, const char *stem, int layer, const dpl_stream *stream,
+void dpl_probe_mat(dpl_model *model, const char *stem, int layer, const dpl_batch *batch,
                    dpl_mat mat, size_t width);
 void dpl_probe_routing(dpl_model *model, int layer, const dpl_moe_saved *saved);
 typedef struct dpl_layers { // one pass through all layers
-    dpl_stream stream;
+    dpl_batch batch;
     const dpl_aux *aux;          // NULL: no auxiliary losses
     const dpl_mla_cache *caches; // (L): the pass decodes; NULL: it does not
     dpl_block_saved *blocks;     // (L), kept for backward; NULL: nothing is kept
+    bool *bad;                   // NULL, or: look at each output; set it and stop where one is bad
     dpl_mat *x;                  // (L + 1): residual stream before layer 0, 1, ..., after the last
-    double *squares;             // (L + 1), device: sums over them
-    size_t n_done;               // so many of both are there, after an error too
+    size_t n_done;               // so many of these are there, after an error too; the bad one not
 } dpl_layers;
 // Embedding and layers. The caller sets the fields above x.
 dpl_status dpl_layers_forward(dpl_model *model, dpl_layers *layers);

@@ -69,7 +69,7 @@ static dpl_status feed_block(dpl_decoder *d, const int32_t *ids, size_t n, float
     int32_t *position = dpl_ctx_alloc(m->ctx, n * sizeof *position);
     for (size_t i = 0; i < n; i++) position[i] = (int32_t)(d->n_tokens + i);
     for (size_t i = 0; i < m->config.n_layers; i++) d->cache[i].first = d->n_tokens;
-    dpl_layers l = {.stream = {1, n, n, NULL, position, ids, NULL}, .caches = d->cache};
+    dpl_layers l = {.batch = {1, n, ids, NULL, NULL, position}, .caches = d->cache};
     DPL_TRY(dpl_layers_forward(m, &l));
     d->n_tokens += n;
     if (!logits_out) return DPL_OK;

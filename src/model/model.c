@@ -40,14 +40,14 @@ static void send_probe(dpl_model *m, const char *stem, int layer, const char *ta
     m->probe(m->probe_arg, name, is_int, rank, shape, data);
 }
 
-void dpl_probe_mat(dpl_model *m, const char *stem, int layer, const dpl_stream *s, dpl_mat mat,
+void dpl_probe_mat(dpl_model *m, const char *stem, int layer, const dpl_batch *b, dpl_mat mat,
                    size_t width) {
     if (!m->probe) return;
-    const size_t mark = dpl_ctx_mark(m->ctx);
-    const dpl_mat copy = dpl_act_alloc(m, s->n_tokens, width, true);
-    dpl_copy(m->ctx, mat, s->n_tokens, width, copy);
+    const size_t mark = dpl_ctx_mark(m->ctx), T = dpl_batch_tokens(b);
+    const dpl_mat copy = dpl_act_alloc(m, T, width, true);
+    dpl_copy(m->ctx, mat, T, width, copy);
     dpl_ctx_wait(m->ctx);
-    const int64_t shape[3] = {(int64_t)s->n_batch, (int64_t)s->n_seq, (int64_t)width};
+    const int64_t shape[3] = {(int64_t)b->n_batch, (int64_t)b->n_seq, (int64_t)width};
     send_probe(m, stem, layer, "", false, 3, shape, copy.p);
     dpl_ctx_release(m->ctx, mark);
 }
@@ -77,15 +77,13 @@ static dpl_status check_at(const dpl_batch *b, size_t i, const char *what, int32
 
 static dpl_status check_batch(const dpl_model *m, const dpl_batch *b, size_t *n_positions_out) {
     const size_t V = m->config.vocab, limit = m->config.max_positions;
-    if (!b->ids || b->n_batch == 0 || b->n_seq == 0)
-        return dpl_fail(DPL_EINVAL, "a batch of %zu x %zu tokens, expected at least 1 x 1",
-                        b->n_batch, b->n_seq);
-    if (b->n_seq > limit)
-        return dpl_fail(DPL_EINVAL,
-                        "a sequence of %zu tokens, expected at most max_position_embeddings = %zu",
-                        b->n_seq, limit);
+    DPL_CHECK(b->ids && b->n_batch > 0 && b->n_seq > 0,
+              "a batch of %zu x %zu tokens, expected at least 1 x 1", b->n_batch, b->n_seq);
+    DPL_CHECK(b->n_seq <= limit,
+              "a sequence of %zu tokens, expected at most max_position_embeddings = %zu", b->n_seq,
+              limit);
     size_t last = b->n_seq - 1;
-    for (size_t i = 0; i < b->n_batch * b->n_seq; i++) {
+    for (size_t i = 0; i < dpl_batch_tokens(b); i++) {
         const int32_t target = b->targets ? DPL_MAX(b->targets[i], -1) : -1;
         const int32_t position = b->position ? b->position[i] : 0;
         DPL_TRY(check_at(b, i, "token", b->ids[i], 0, V, " (vocab_size - 1)"));
@@ -97,47 +95,44 @@ static dpl_status check_batch(const dpl_model *m, const dpl_batch *b, size_t *n_
     return DPL_OK;
 }
 
-static dpl_stream stream_of(dpl_model *m, const dpl_batch *b) {
-    const size_t n_tokens = b->n_batch * b->n_seq;
-    const int32_t *position = b->position;
-    if (!position) {
-        int32_t *counted = dpl_ctx_alloc(m->ctx, n_tokens * sizeof *counted);
-        for (size_t i = 0; i < n_tokens; i++) counted[i] = (int32_t)(i % b->n_seq);
-        position = counted;
-    }
-    return (dpl_stream){b->n_batch, b->n_seq, n_tokens, b->segment, position, b->ids, b->targets};
+static dpl_batch with_positions(dpl_model *m, dpl_batch b) {
+    if (b.position) return b;
+    int32_t *counted = dpl_ctx_alloc(m->ctx, dpl_batch_tokens(&b) * sizeof *counted);
+    for (size_t i = 0; i < dpl_batch_tokens(&b); i++) counted[i] = (int32_t)(i % b.n_seq);
+    b.position = counted;
+    return b;
 }
 
 // Depth k of multi-token prediction sees the embedding of the token k further and predicts the one
 // after it. Where that token is in another document the position is padding.
-static dpl_stream shift(dpl_model *m, const dpl_stream *s, size_t k) {
-    const size_t n_seq = s->n_seq - k, n = s->n_batch * n_seq;
+static dpl_batch shift(dpl_model *m, const dpl_batch *b, size_t k) {
+    const size_t n_seq = b->n_seq - k, n = b->n_batch * n_seq;
     int32_t *block = dpl_ctx_alloc(m->ctx, 4 * n * sizeof *block);
     for (size_t i = 0; i < n; i++) {
-        const size_t here = i / n_seq * s->n_seq + i % n_seq, there = here + k;
-        const int32_t segment = s->segment ? s->segment[here] : 1;
-        const bool inside = !s->segment || (segment != 0 && segment == s->segment[there]);
-        block[i] = inside ? segment : 0;
-        block[n + i] = s->position[here];
-        block[2 * n + i] = s->ids[there];
-        block[3 * n + i] = inside ? s->targets[there] : -1;
+        const size_t here = i / n_seq * b->n_seq + i % n_seq, there = here + k;
+        const int32_t segment = b->segment ? b->segment[here] : 1;
+        const bool inside = !b->segment || (segment != 0 && segment == b->segment[there]);
+        block[i] = b->ids[there];
+        block[n + i] = inside ? b->targets[there] : -1;
+        block[2 * n + i] = inside ? segment : 0;
+        block[3 * n + i] = b->position[here];
     }
-    return (dpl_stream){s->n_batch, n_seq, n, block, block + n, block + 2 * n, block + 3 * n};
+    return (dpl_batch){b->n_batch, n_seq, block, block + n, block + 2 * n, block + 3 * n};
 }
 
 double dpl_batch_mtp_tokens(const dpl_model_config *c, const dpl_batch *b) {
     double n = 0;
     for (size_t depth = 1; depth <= c->n_mtp && depth < b->n_seq; depth++)
-        for (size_t i = 0; i < b->n_batch * b->n_seq; i++) {
+        for (size_t i = 0; i < dpl_batch_tokens(b); i++) {
             if (i % b->n_seq + depth >= b->n_seq || b->targets[i + depth] < 0) continue;
             n += !b->segment || (b->segment[i] != 0 && b->segment[i] == b->segment[i + depth]);
         }
     return n;
 }
 
-static double count_targets(const dpl_stream *s) {
+static double count_targets(const dpl_batch *b) {
     double n = 0;
-    for (size_t i = 0; i < s->n_tokens; i++) n += s->targets && s->targets[i] >= 0;
+    for (size_t i = 0; i < dpl_batch_tokens(b); i++) n += b->targets && b->targets[i] >= 0;
     return n;
 }
 
@@ -174,7 +169,7 @@ static void head_logits(dpl_model *m, dpl_mat h, size_t n_rows, float *logits) {
 typedef struct depth {
     int layer; // depth 0: -1
     dpl_param_id norm;
-    dpl_stream stream;
+    dpl_batch batch;
     dpl_aux aux;
     dpl_mat y, normed, dnormed; // y: output of the last layer
     float *rstd;
@@ -200,7 +195,8 @@ typedef struct pass {
 static void cross_entropy(const pass *p, size_t k, float *loss, float *z) {
     dpl_model *m = p->m;
     const depth *d = &p->depths[k];
-    const size_t V = m->config.vocab, n_rows = d->stream.n_tokens, mark = dpl_ctx_mark(m->ctx);
+    const size_t V = m->config.vocab, n_rows = dpl_batch_tokens(&d->batch),
+                 mark = dpl_ctx_mark(m->ctx);
     const size_t block = DPL_MIN(DPL_MAX(LOGITS_BLOCK / V, 64), n_rows);
     const float scale = (float)(k ? p->mtp_scale : p->xent_scale);
     const dpl_mat logits = dpl_act_alloc(m, block, V, true);
@@ -212,7 +208,7 @@ static void cross_entropy(const pass *p, size_t k, float *loss, float *z) {
         const size_t n = DPL_MIN(block, n_rows - first);
         const dpl_mat h = dpl_mat_at(d->normed, first, 0);
         head_logits(m, h, n, logits.p);
-        dpl_xent(m->ctx, logits.p, V, d->stream.targets + first, n, V,
+        dpl_xent(m->ctx, logits.p, V, d->batch.targets + first, n, V,
                  k ? 0 : (float)p->rule->z_weight, scale, loss + first, z + first);
         if (scale == 0) continue;
         dpl_gemm_dgrad(m->ctx, logits, &w, dpl_one_group(n), dpl_mat_at(d->dnormed, first, 0),
@@ -234,13 +230,13 @@ static void probe_head(const pass *p, size_t k, const float *loss) {
     if (k > 1) snprintf(number, sizeof number, "%zu", k);
     if (k > 0) snprintf(hidden_name, sizeof hidden_name, "mtp%s.hidden", number);
     if (k > 0) snprintf(logits_name, sizeof logits_name, "mtp%s.logits", number);
-    dpl_probe_mat(m, hidden_name, -1, &d->stream, d->normed, m->config.d);
+    dpl_probe_mat(m, hidden_name, -1, &d->batch, d->normed, m->config.d);
     if (!m->probe || !p->train) return;
     const size_t mark = dpl_ctx_mark(m->ctx);
-    const dpl_mat logits = dpl_act_alloc(m, d->stream.n_tokens, m->config.vocab, true);
-    head_logits(m, d->normed, d->stream.n_tokens, logits.p);
-    dpl_probe_mat(m, logits_name, -1, &d->stream, logits, m->config.vocab);
-    const int64_t shape[2] = {(int64_t)d->stream.n_batch, (int64_t)d->stream.n_seq};
+    const dpl_mat logits = dpl_act_alloc(m, dpl_batch_tokens(&d->batch), m->config.vocab, true);
+    head_logits(m, d->normed, dpl_batch_tokens(&d->batch), logits.p);
+    dpl_probe_mat(m, logits_name, -1, &d->batch, logits, m->config.vocab);
+    const int64_t shape[2] = {(int64_t)d->batch.n_batch, (int64_t)d->batch.n_seq};
     if (k == 0) m->probe(m->probe_arg, "token_loss", false, 2, shape, loss);
     dpl_ctx_release(m->ctx, mark);
 }
@@ -248,7 +244,7 @@ static void probe_head(const pass *p, size_t k, const float *loss) {
 static void head_forward(const pass *p, size_t k) {
     dpl_model *m = p->m;
     depth *d = &p->depths[k];
-    const size_t T = d->stream.n_tokens, D = m->config.d;
+    const size_t T = dpl_batch_tokens(&d->batch), D = m->config.d;
     d->normed = dpl_act_alloc(m, T, D, false);
     d->rstd = dpl_norm_forward(m, d->layer, d->norm, d->y, T, d->normed);
     if (p->train) d->dnormed = dpl_act_alloc(m, T, D, true);
@@ -261,9 +257,16 @@ static void head_forward(const pass *p, size_t k) {
         head_logits(m, d->normed, T, p->logits_out);
         dpl_sum_squares(m->ctx, p->logits_out, T * m->config.vocab, &d->sums[2]);
     }
-    if (d->stream.targets) cross_entropy(p, k, loss, z);
+    if (d->batch.targets) cross_entropy(p, k, loss, z);
     probe_head(p, k, loss);
     dpl_ctx_release(m->ctx, mark);
+}
+
+static bool is_finite(dpl_model *m, const float *x, size_t n) {
+    size_t i = 0;
+    dpl_ctx_wait(m->ctx);
+    while (i < n && isfinite(x[i])) i++;
+    return i == n;
 }
 
 // The first tensor of a layer (-1: outside of layers) that is not finite; with `more` of the layers
@@ -277,28 +280,30 @@ static const char *bad_tensor(dpl_model *m, int layer, bool more) {
         const size_t n = dpl_disk_elems(t), mark = dpl_ctx_mark(m->ctx);
         float *values = dpl_ctx_alloc(m->ctx, n * sizeof *values);
         dpl_disk_gather(t, m->params.master, values);
-        size_t n_good = 0;
-        while (n_good < n && isfinite(values[n_good])) n_good++;
+        const bool good = is_finite(m, values, n);
         dpl_ctx_release(m->ctx, mark);
-        if (n_good < n) return t->name;
+        if (!good) return t->name;
     }
     return NULL;
 }
 
-// Says where a pass stopped being finite. The layer that went wrong is the one whose output is the
-// first bad one; a router that met it later is not to blame. Where all are good the error text that
-// is there stands, unless a tensor explains it.
-static dpl_status explain_not_finite(dpl_model *m, const dpl_layers *layers) {
-    const size_t n = layers->n_done;
-    double *squares = dpl_ctx_alloc(m->ctx, n * sizeof *squares);
-    dpl_ctx_read(m->ctx, squares, layers->squares, n * sizeof *squares);
-    size_t i = 0;
-    while (i < n && isfinite(squares[i])) i++;
-    const int layer = (int)i - 1; // of the first bad output; if there is none, of the last one
-    const char *tensor = bad_tensor(m, layer, i == n);
-    if (i == n) return tensor ? dpl_fail(DPL_ENUMERIC, "%s is not finite", tensor) : DPL_ENUMERIC;
+// Says where a pass stopped being finite: the layers run again, and each output is looked at. The
+// layer that went wrong is the one whose output is the first bad one; a router that would meet it
+// is not to blame. Where all are good the error text that is there stands, unless a tensor explains
+// it.
+static dpl_status explain_not_finite(pass *p) {
+    dpl_model *m = p->m;
+    const dpl_probe_fn probe = m->probe;
+    bool bad = false;
+    dpl_layers again = {.batch = with_positions(m, *p->batch), .bad = &bad};
+    m->probe = NULL; // it has seen all this
+    dpl_layers_forward(m, &again);
+    m->probe = probe;
+    const int layer = (int)again.n_done - 1; // of the first bad output, or what ran behind the last
+    const char *tensor = bad_tensor(m, layer, !bad);
+    if (!bad) return tensor ? dpl_fail(DPL_ENUMERIC, "%s is not finite", tensor) : DPL_ENUMERIC;
     char place[32] = "the embedding";
-    if (i > 0) snprintf(place, sizeof place, "layer %d", layer);
+    if (layer >= 0) snprintf(place, sizeof place, "layer %d", layer);
     return dpl_fail(DPL_ENUMERIC, "the output of %s is not finite%s%s", place,
                     tensor ? ", nor is " : "", tensor ? tensor : "");
 }
@@ -312,20 +317,20 @@ static void count_experts(dpl_model *m, size_t layer, const dpl_moe_saved *saved
 }
 
 dpl_status dpl_layers_forward(dpl_model *m, dpl_layers *l) {
-    const size_t L = m->config.n_layers, T = l->stream.n_tokens, D = m->config.d;
+    const size_t L = m->config.n_layers, T = dpl_batch_tokens(&l->batch), D = m->config.d;
     l->x = dpl_ctx_alloc(m->ctx, (L + 1) * sizeof *l->x);
-    l->squares = dpl_ctx_alloc(m->ctx, (L + 1) * sizeof *l->squares);
-    l->x[0] = embed(m, l->stream.ids, T);
-    dpl_probe_mat(m, "hidden.embed", -1, &l->stream, l->x[0], D);
+    l->x[0] = embed(m, l->batch.ids, T);
+    dpl_probe_mat(m, "hidden.embed", -1, &l->batch, l->x[0], D);
     for (size_t i = 0; i <= L; i++) {
-        dpl_sum_squares(m->ctx, l->x[i].p, T * D, &l->squares[i]);
+        if (l->bad) *l->bad = !is_finite(m, l->x[i].p, T * D);
+        if (l->bad && *l->bad) return DPL_ENUMERIC;
         l->n_done = i + 1;
-        if (i > 0) dpl_probe_mat(m, "hidden", (int)i - 1, &l->stream, l->x[i], D);
+        if (i > 0) dpl_probe_mat(m, "hidden", (int)i - 1, &l->batch, l->x[i], D);
         if (i == L) break;
         dpl_block_saved unused;
         l->x[i + 1] = l->blocks || i == 0 ? dpl_act_alloc(m, T, D, true) : l->x[i - 1];
         const size_t mark = dpl_ctx_mark(m->ctx);
-        DPL_TRY(dpl_block_forward(m, (int)i, &l->stream, l->aux, l->caches ? &l->caches[i] : NULL,
+        DPL_TRY(dpl_block_forward(m, (int)i, &l->batch, l->aux, l->caches ? &l->caches[i] : NULL,
                                   l->x[i], l->x[i + 1], l->blocks ? &l->blocks[i] : &unused));
         if (!l->blocks) dpl_ctx_release(m->ctx, mark);
     }
@@ -339,12 +344,12 @@ static dpl_status mtp_forward(pass *p, size_t k, dpl_loss_sums *sums) {
     depth *d = &p->depths[k];
     d->layer = (int)(m->config.n_layers + k - 1);
     d->norm = DPL_P_MTP_NORM;
-    d->stream = shift(m, &p->layers.stream, k);
+    d->batch = shift(m, &p->layers.batch, k);
     d->aux = *p->layers.aux;
-    const size_t T = d->stream.n_tokens, S = d->aux.n_seq = d->stream.n_seq;
-    d->embedded = embed(m, d->stream.ids, T);
+    const size_t T = dpl_batch_tokens(&d->batch), S = d->aux.n_seq = d->batch.n_seq;
+    d->embedded = embed(m, d->batch.ids, T);
     d->previous = dpl_act_alloc(m, T, D, false);
-    for (size_t b = 0; b < d->stream.n_batch; b++)
+    for (size_t b = 0; b < d->batch.n_batch; b++)
         dpl_copy(m->ctx, dpl_mat_at(from->normed, b * (S + 1), 0), S, D,
                  dpl_mat_at(d->previous, b * S, 0));
     d->joined = dpl_act_alloc(m, T, 2 * D, false);
@@ -353,53 +358,51 @@ static dpl_status mtp_forward(pass *p, size_t k, dpl_loss_sums *sums) {
     d->rstd_h = dpl_norm_forward(m, d->layer, DPL_P_MTP_HNORM, d->previous, T, right);
     dpl_linear_forward(m, d->layer, DPL_P_MTP_PROJ, d->joined, T, x);
     d->y = dpl_act_alloc(m, T, D, true);
-    DPL_TRY(dpl_block_forward(m, d->layer, &d->stream, &d->aux, NULL, x, d->y, &d->block));
+    DPL_TRY(dpl_block_forward(m, d->layer, &d->batch, &d->aux, NULL, x, d->y, &d->block));
     count_experts(m, (size_t)d->layer, &d->block.moe, sums);
-    dpl_probe_mat(m, "hidden", d->layer, &d->stream, d->y, D);
+    dpl_probe_mat(m, "hidden", d->layer, &d->batch, d->y, D);
     head_forward(p, k);
     return DPL_OK;
 }
 
 // dy: gradient of y on entry.
-static dpl_status mtp_backward(pass *p, size_t k, dpl_mat dy) {
+static void mtp_backward(pass *p, size_t k, dpl_mat dy) {
     dpl_model *m = p->m;
     const depth *from = &p->depths[k - 1], *d = &p->depths[k];
-    const size_t D = m->config.d, T = d->stream.n_tokens, S = d->stream.n_seq;
+    const size_t D = m->config.d, T = dpl_batch_tokens(&d->batch), S = d->batch.n_seq;
     const dpl_mat djoined = dpl_act_alloc(m, T, 2 * D, true), right = dpl_mat_at(djoined, 0, D),
                   dx = dpl_act_alloc(m, T, D, true);
-    dpl_probe_mat(m, "dhidden", d->layer, &d->stream, dy, D);
-    DPL_TRY(dpl_block_backward(m, d->layer, &d->stream, &d->aux, &d->block, dy));
+    dpl_probe_mat(m, "dhidden", d->layer, &d->batch, dy, D);
+    dpl_block_backward(m, d->layer, &d->batch, &d->aux, &d->block, dy);
     dpl_linear_backward(m, d->layer, DPL_P_MTP_PROJ, dy, d->joined, T, djoined, false);
     dpl_norm_backward(m, d->layer, DPL_P_MTP_ENORM, djoined, d->embedded, d->rstd_e, T, dx, false);
-    embed_backward(m, dx, d->stream.ids, T);
+    embed_backward(m, dx, d->batch.ids, T);
     dpl_norm_backward(m, d->layer, DPL_P_MTP_HNORM, right, d->previous, d->rstd_h, T, dx, false);
-    for (size_t b = 0; b < d->stream.n_batch; b++) {
+    for (size_t b = 0; b < d->batch.n_batch; b++) {
         const dpl_mat rows = dpl_mat_at(from->dnormed, b * (S + 1), 0);
         dpl_add(m->ctx, rows, dpl_mat_at(dx, b * S, 0), S, D, rows);
     }
-    return DPL_OK;
 }
 
-static dpl_status layers_backward(dpl_model *m, const dpl_layers *l, dpl_mat dx) {
+static void layers_backward(dpl_model *m, const dpl_layers *l, dpl_mat dx) {
     for (size_t i = m->config.n_layers; i-- > 0;) {
-        dpl_probe_mat(m, "dhidden", (int)i, &l->stream, dx, m->config.d);
-        DPL_TRY(dpl_block_backward(m, (int)i, &l->stream, l->aux, &l->blocks[i], dx));
+        dpl_probe_mat(m, "dhidden", (int)i, &l->batch, dx, m->config.d);
+        dpl_block_backward(m, (int)i, &l->batch, l->aux, &l->blocks[i], dx);
     }
-    embed_backward(m, dx, l->stream.ids, l->stream.n_tokens);
-    return DPL_OK;
+    embed_backward(m, dx, l->batch.ids, dpl_batch_tokens(&l->batch));
 }
 
-static dpl_status backward(pass *p) {
+static void backward(pass *p) {
     dpl_model *m = p->m;
     for (size_t k = p->n_mtp + 1; k-- > 0;) {
         const depth *d = &p->depths[k];
-        const size_t T = d->stream.n_tokens, mark = dpl_ctx_mark(m->ctx);
+        const size_t T = dpl_batch_tokens(&d->batch), mark = dpl_ctx_mark(m->ctx);
         const dpl_mat dy = dpl_act_alloc(m, T, m->config.d, true);
         dpl_norm_backward(m, d->layer, d->norm, d->dnormed, d->y, d->rstd, T, dy, false);
-        DPL_TRY(k ? mtp_backward(p, k, dy) : layers_backward(m, &p->layers, dy));
+        if (k) mtp_backward(p, k, dy);
+        else layers_backward(m, &p->layers, dy);
         dpl_ctx_release(m->ctx, mark);
     }
-    return DPL_OK;
 }
 
 static dpl_status read_sums(const pass *p, dpl_loss_sums *sums) {
@@ -408,13 +411,13 @@ static dpl_status read_sums(const pass *p, dpl_loss_sums *sums) {
         double values[3];
         dpl_ctx_read(p->m->ctx, values, p->depths[k].sums, sizeof values);
         *(k ? &sums->mtp_xent : &sums->xent) += values[0];
-        *(k ? &sums->mtp_tokens : &sums->n_tokens) += count_targets(&p->depths[k].stream);
+        *(k ? &sums->mtp_tokens : &sums->n_tokens) += count_targets(&p->depths[k].batch);
         sums->z += values[1];
         all += values[0] + values[1] + values[2];
     }
-    if (isfinite(all)) return DPL_OK;
-    return dpl_fail(DPL_ENUMERIC, "the %s not finite, all layers' outputs are",
-                    p->train ? "loss is" : "logits are");
+    DPL_EXPECT(isfinite(all), DPL_ENUMERIC, "the %s not finite, all layers' outputs are",
+               p->train ? "loss is" : "logits are");
+    return DPL_OK;
 }
 
 static dpl_aux aux_of(const pass *p) {
@@ -422,12 +425,12 @@ static dpl_aux aux_of(const pass *p) {
     const double n_moe = c->n_experts ? (double)(c->n_layers - c->n_dense + c->n_mtp) : 1;
     // Megatron's balance loss is a sum over layers, the others are means.
     const double balance = p->rule->balance == DPL_BALANCE_MEGATRON ? 1 : n_moe;
-    return (dpl_aux){.kind = p->rule->balance,
-                     .dscale = (float)p->aux_scale,
-                     .n_batch = p->batch->n_batch,
-                     .n_seq = p->batch->n_seq,
-                     .balance_weight = (float)(p->rule->balance_weight / balance),
-                     .z_weight = (float)(p->rule->router_z_weight / n_moe)};
+    // clang-format off
+    return (dpl_aux){
+        .kind = p->rule->balance, .balance_weight = (float)(p->rule->balance_weight / balance),
+        .z_weight = (float)(p->rule->router_z_weight / n_moe), .dscale = (float)p->aux_scale,
+        .n_batch = p->batch->n_batch, .n_seq = p->batch->n_seq};
+    // clang-format on
 }
 
 static dpl_status run_pass(pass *p, dpl_loss_sums *sums) {
@@ -439,39 +442,46 @@ static dpl_status run_pass(pass *p, dpl_loss_sums *sums) {
         aux = aux_of(p);
         l->aux = &aux;
         l->blocks = dpl_ctx_alloc(m->ctx, L * sizeof *l->blocks);
-        p->n_mtp = DPL_MIN(m->config.n_mtp, l->stream.n_seq - 1);
+        p->n_mtp = DPL_MIN(m->config.n_mtp, l->batch.n_seq - 1);
     }
     p->depths = dpl_ctx_alloc(m->ctx, (p->n_mtp + 1) * sizeof *p->depths);
     DPL_TRY(dpl_layers_forward(m, l));
     for (size_t i = m->config.n_dense; i < L && p->train; i++)
         count_experts(m, i, &l->blocks[i].moe, sums);
-    p->depths[0] = (depth){
-        .layer = -1, .norm = DPL_P_FINAL_NORM, .stream = l->stream, .y = l->x[L]};
+    p->depths[0] = (depth){.layer = -1, .norm = DPL_P_FINAL_NORM, .batch = l->batch, .y = l->x[L]};
     head_forward(p, 0);
     for (size_t k = 1; k <= p->n_mtp; k++) DPL_TRY(mtp_forward(p, k, sums));
     DPL_TRY(read_sums(p, sums));
-    return p->train ? backward(p) : DPL_OK;
+    if (p->train) backward(p);
+    return DPL_OK;
+}
+
+// Bytes that a layer keeps for backward for each token. What an MoE layer keeps is counted in blocks
+// of 64 tokens, for the padding between its blocks not to count.
+static double layer_bytes(const dpl_model *m, size_t layer) {
+    const dpl_model_config *c = &m->config;
+    const bool moe = dpl_model_layer_is_moe(c, layer);
+    const double item = (double)dpl_dtype_bytes(m->dtype);
+    double bytes = 4 * (double)c->n_heads + 16 + 2 * (4 - item) * (double)c->d; // stream: fp32
+    for (int id = 0; id < (moe ? DPL_ACT_MLPWI : DPL_ACT_N); id++)
+        bytes += item * (double)dpl_act_width(c, (dpl_act_id)id);
+    return moe ? bytes + (double)dpl_moe_saved_bytes(&m->moe, 64) / 64 : bytes;
 }
 
 // An upper bound of what a pass takes from the step arena: what is kept for backward (in evaluation
 // one layer at a time), the gradients of one layer, one block of logits.
 static double pass_bytes(const dpl_model *m, double n_tokens, bool train) {
     const dpl_model_config *c = &m->config;
-    const double item = (double)dpl_dtype_bytes(m->dtype), D = (double)c->d, K = (double)c->top_k;
-    const double F = (double)dpl_gate_up_width(c->moe_f), layers = (double)(c->n_layers + c->n_mtp);
-    const double n_dense = c->n_experts ? (double)c->n_dense : layers;
-    // Rows in expert order, gate and up, SwiGLU's output; the shared expert's two; the router's.
-    const double moe = item * (K * (D + 1.5 * F) + 1.5 * F * (double)c->n_shared) +
-                       8 * (double)c->n_experts + 16 * K;
-    const double dense = item * 1.5 * (double)dpl_gate_up_width(c->mlp_f);
-    double attention = 4 * (double)c->n_heads + 16 + 2 * (4 - item) * D; // the stream is fp32
-    for (int id = 0; id < DPL_ACT_MLPWI; id++)
-        attention += item * (double)dpl_act_width(c, (dpl_act_id)id);
-    const double one = attention + DPL_MAX(n_dense < layers ? moe : 0, n_dense > 0 ? dense : 0);
-    const double all = layers * attention + (layers - n_dense) * moe + n_dense * dense;
-    const double temporary = (train ? 2 * one * 4 / item : one) + 24 * D * (1 + (double)c->n_mtp);
+    double all = 0, most = 0;
+    for (size_t layer = 0; layer < c->n_layers + c->n_mtp; layer++) {
+        all += layer_bytes(m, layer);
+        most = DPL_MAX(most, layer_bytes(m, layer));
+    }
+    // Of gradients, which are fp32 where what is kept may be bf16; and beside the layers.
+    const double temporary = (train ? 8.0 / (double)dpl_dtype_bytes(m->dtype) : 1) * most;
+    const double ends = 24 * (double)c->d * (1 + (double)c->n_mtp);
     const double logits = 4 * DPL_MAX((double)LOGITS_BLOCK, 64 * (double)c->vocab);
-    return n_tokens * ((train ? all : one) + temporary) + logits;
+    return n_tokens * ((train ? all : most) + temporary + ends) + logits;
 }
 
 static dpl_status check_memory(const pass *p) {
@@ -493,10 +503,11 @@ static dpl_status run_batch(pass *p, dpl_loss_sums *sums_out) {
     DPL_TRY(check_memory(p));
     DPL_TRY(dpl_model_rope_tables(m, n_positions));
     const size_t mark = dpl_ctx_mark(m->ctx);
-    p->layers.stream = stream_of(m, p->batch);
+    p->layers.batch = with_positions(m, *p->batch);
     dpl_loss_sums sums = {0};
     dpl_status status = run_pass(p, &sums);
-    if (status == DPL_ENUMERIC) status = explain_not_finite(m, &p->layers);
+    dpl_ctx_release(m->ctx, mark);
+    if (status == DPL_ENUMERIC) status = explain_not_finite(p);
     dpl_ctx_release(m->ctx, mark);
     dpl_ctx_wait(m->ctx);
     if (status == DPL_OK && sums_out) *sums_out = sums;
@@ -506,15 +517,12 @@ static dpl_status run_batch(pass *p, dpl_loss_sums *sums_out) {
 dpl_status dpl_model_train_micro(dpl_model *m, const dpl_batch *batch, const dpl_loss_rule *rule,
                                  double xent_scale, double mtp_scale, double aux_scale,
                                  dpl_loss_sums *sums_out) {
-    if (!batch->targets) return dpl_fail(DPL_EINVAL, "a training batch needs targets");
-    if (!m->params.grad) return dpl_fail(DPL_EINVAL, "dpl_model_begin_training() was not called");
-    pass p = {.m = m,
-              .batch = batch,
-              .rule = rule,
-              .train = true,
-              .xent_scale = xent_scale,
-              .mtp_scale = mtp_scale,
-              .aux_scale = aux_scale};
+    DPL_CHECK(batch->targets, "a training batch needs targets");
+    DPL_CHECK(m->params.grad, "dpl_model_begin_training() was not called");
+    pass p = {.m = m, .batch = batch, .rule = rule, .train = true};
+    p.xent_scale = xent_scale;
+    p.mtp_scale = mtp_scale;
+    p.aux_scale = aux_scale;
     return run_batch(&p, sums_out);
 }
 

@@ -57,34 +57,16 @@ double dpl_rope_frequencies(const dpl_model_config *config, float *inv_freq);
 
 /* ---- parameters (params.c) ---- */
 typedef enum dpl_param_id { // a bias follows its matrix; Q to O are the attention block's
-    DPL_P_EMBED,
-    DPL_P_HEAD,
-    DPL_P_FINAL_NORM,
-    DPL_P_ATTN_NORM,
-    DPL_P_Q,
-    DPL_P_Q_A,
-    DPL_P_Q_A_BIAS,
-    DPL_P_Q_A_NORM,
-    DPL_P_Q_B,
-    DPL_P_KV_A,
-    DPL_P_KV_A_BIAS,
-    DPL_P_KV_A_NORM,
-    DPL_P_KV_B,
-    DPL_P_O,
-    DPL_P_O_BIAS,
-    DPL_P_MLP_NORM,
-    DPL_P_GATE_UP,
-    DPL_P_DOWN, // dense layers
-    DPL_P_ROUTER,
-    DPL_P_EXPERT_GATE_UP,
-    DPL_P_EXPERT_DOWN,
-    DPL_P_SHARED_GATE_UP,
-    DPL_P_SHARED_DOWN,
-    DPL_P_MTP_ENORM,
-    DPL_P_MTP_HNORM,
-    DPL_P_MTP_PROJ,
-    DPL_P_MTP_NORM,
+    // clang-format off
+    DPL_P_EMBED, DPL_P_HEAD, DPL_P_FINAL_NORM,
+    DPL_P_ATTN_NORM, DPL_P_Q, DPL_P_Q_A, DPL_P_Q_A_BIAS, DPL_P_Q_A_NORM, DPL_P_Q_B,
+    DPL_P_KV_A, DPL_P_KV_A_BIAS, DPL_P_KV_A_NORM, DPL_P_KV_B, DPL_P_O, DPL_P_O_BIAS,
+    DPL_P_MLP_NORM, DPL_P_GATE_UP, DPL_P_DOWN, // of dense layers
+    DPL_P_ROUTER, DPL_P_EXPERT_GATE_UP, DPL_P_EXPERT_DOWN,
+    DPL_P_SHARED_GATE_UP, DPL_P_SHARED_DOWN,
+    DPL_P_MTP_ENORM, DPL_P_MTP_HNORM, DPL_P_MTP_PROJ, DPL_P_MTP_NORM,
     DPL_P_N
+    // clang-format on
 } dpl_param_id;
 
 // Vectors and the untied embedding are plain row-major; matrices are in panels (ops.h).
@@ -130,6 +112,10 @@ typedef struct dpl_batch { // all (B, S), host memory
     const int32_t *position; // restarts per document; NULL: 0..S-1
 } dpl_batch;
 
+static inline size_t dpl_batch_tokens(const dpl_batch *batch) {
+    return batch->n_batch * batch->n_seq;
+}
+
 typedef struct dpl_loss_rule {
     double z_weight;   // z_loss_multiplier
     double mtp_weight; // mtp_loss_scaling_factor
@@ -155,7 +141,8 @@ struct dpl_model {
     dpl_ctx *ctx;
     dpl_comm *comm;
     dpl_model_config config;
-    dpl_dtype dtype; // of compute: F32, or BF16 over fp32 masters
+    dpl_dtype dtype;   // of compute: F32, or BF16 over fp32 masters
+    dpl_moe_shape moe; // of every MoE layer
     dpl_params params;
     const dpl_param **by_id; // (n_layers + n_mtp + 1, DPL_P_N); row 0: outside layers
     dpl_disk_tensor *disk;   // (n_disk), the embedding first

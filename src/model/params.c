@@ -191,6 +191,14 @@ dpl_status dpl_model_create(dpl_ctx *ctx, dpl_comm *comm, const dpl_model_config
     m->comm = comm;
     m->config = *config;
     m->dtype = dtype;
+    // clang-format off
+    const dpl_route_rule rule = {
+        .n_experts = config->n_experts, .top_k = config->top_k, .n_groups = config->n_groups,
+        .top_groups = config->top_groups, .sigmoid = config->sigmoid, .group_top2 = true,
+        .norm_topk = config->norm_topk, .scale = (float)config->routed_scale};
+    // clang-format on
+    const size_t shared_f = config->moe_f * config->n_shared;
+    m->moe = (dpl_moe_shape){config->d, config->moe_f, shared_f, rule, dtype};
     const dpl_status status = build(m);
     if (status != DPL_OK) {
         dpl_model_destroy(&m);

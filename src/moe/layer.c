@@ -76,12 +76,10 @@ dpl_status dpl_moe_forward_in(dpl_ctx *ctx, dpl_comm *comm, const dpl_moe_shape 
     return DPL_OK;
 }
 
-dpl_status dpl_moe_backward(dpl_ctx *ctx, dpl_comm *comm, const dpl_moe_shape *shape,
-                            const dpl_moe_weights *weights, dpl_mat x, const dpl_aux *aux,
-                            const dpl_moe_saved *saved, dpl_mat dy, dpl_mat dx,
-                            const dpl_moe_grads *grads) {
+void dpl_moe_backward(dpl_ctx *ctx, const dpl_moe_shape *shape, const dpl_moe_weights *weights,
+                      dpl_mat x, const dpl_aux *aux, const dpl_moe_saved *saved, dpl_mat dy,
+                      dpl_mat dx, const dpl_moe_grads *grads) {
     const size_t d = shape->d, n_slots = saved->n_tokens * shape->rule.top_k;
-    DPL_TRY(dpl_ep_check_ranks(comm));
     const size_t mark = dpl_ctx_mark(ctx);
     const dpl_mat drows = dpl_moe_mat(ctx, NULL, saved->n_rows, d, shape->dtype);
     float *drow_weight = dpl_ctx_alloc(ctx, saved->n_rows * sizeof(float));
@@ -97,5 +95,4 @@ dpl_status dpl_moe_backward(dpl_ctx *ctx, dpl_comm *comm, const dpl_moe_shape *s
         dpl_experts_backward(ctx, &shared, dy, dx, true, NULL, grads->shared_gate_up,
                              grads->shared_down);
     dpl_ctx_release(ctx, mark);
-    return DPL_OK;
 }

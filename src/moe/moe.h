@@ -9,9 +9,8 @@
 #include "cpu/ops.h"
 
 typedef struct dpl_moe_shape {
-    size_t d, f, shared_f;        // shared_f 0: no shared expert; else its width (n_shared * f)
-    dpl_route_rule rule;          // E and K are in it
-    size_t first_expert, n_local; // experts of this rank
+    size_t d, f, shared_f; // shared_f 0: no shared expert; else its width (n_shared * f)
+    dpl_route_rule rule;   // E and K are in it
     dpl_dtype dtype; // of activations between GEMMs; BF16: of operands too, but for the router's
 } dpl_moe_shape;
 
@@ -92,8 +91,7 @@ dpl_mat dpl_moe_mat(dpl_ctx *ctx, dpl_moe_memory *memory, size_t n_rows, size_t 
 dpl_status dpl_ep_check_slots(size_t n_tokens, size_t top_k);
 // DPL_EINVAL names the token of an id that is out of range or chosen twice. ids: (T, K), host.
 dpl_status dpl_ep_check_ids(const int32_t *ids, size_t n_tokens, size_t top_k, size_t n_experts);
-dpl_status dpl_ep_check_ranks(const dpl_comm *comm); // DPL_ENOSUP with so many ranks
-// All of a call but its ids; agreed.
+// All of a call but its ids; agreed. DPL_ENOSUP: more ranks than one.
 dpl_status dpl_ep_check(dpl_comm *comm, const dpl_moe_shape *shape, size_t n_tokens);
 dpl_ep dpl_ep_alloc(dpl_ctx *ctx, dpl_moe_memory *memory, const dpl_moe_shape *shape,
                     size_t n_tokens);
@@ -129,7 +127,6 @@ dpl_status dpl_moe_forward_in(dpl_ctx *ctx, dpl_comm *comm, const dpl_moe_shape 
                               const int32_t *segment, const dpl_aux *aux, dpl_moe_memory *memory,
                               dpl_moe_saved *saved_out, dpl_mat y);
 // dx (T, D) F32, written. dy is read only.
-dpl_status dpl_moe_backward(dpl_ctx *ctx, dpl_comm *comm, const dpl_moe_shape *shape,
-                            const dpl_moe_weights *weights, dpl_mat x, const dpl_aux *aux,
-                            const dpl_moe_saved *saved, dpl_mat dy, dpl_mat dx,
-                            const dpl_moe_grads *grads);
+void dpl_moe_backward(dpl_ctx *ctx, const dpl_moe_shape *shape, const dpl_moe_weights *weights,
+                      dpl_mat x, const dpl_aux *aux, const dpl_moe_saved *saved, dpl_mat dy,
+                      dpl_mat dx, const dpl_moe_grads *grads);

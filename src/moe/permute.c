@@ -19,44 +19,33 @@ dpl_mat dpl_moe_mat(dpl_ctx *ctx, dpl_moe_memory *memory, size_t n_rows, size_t 
     return (dpl_mat){dpl_moe_keep(ctx, memory, bytes), width, dtype};
 }
 
-dpl_status dpl_ep_check_ranks(const dpl_comm *comm) {
-    if (comm->n_ranks == 1) return DPL_OK;
-    return dpl_fail(DPL_ENOSUP, "expert parallelism over %d ranks (transport %s), expected 1",
-                    comm->n_ranks, comm->ops->name);
-}
-
 dpl_status dpl_ep_check_slots(size_t n_tokens, size_t top_k) {
-    if (n_tokens <= (size_t)INT32_MAX / top_k) return DPL_OK;
-    return dpl_fail(DPL_EINVAL, "%zu tokens of %zu experts each, expected at most %d in all",
-                    n_tokens, top_k, INT32_MAX);
+    DPL_CHECK(n_tokens <= (size_t)INT32_MAX / top_k,
+              "%zu tokens of %zu experts each, expected at most %d in all", n_tokens, top_k,
+              INT32_MAX);
+    return DPL_OK;
 }
 
 dpl_status dpl_ep_check_ids(const int32_t *ids, size_t n_tokens, size_t top_k, size_t n_experts) {
     for (size_t slot = 0; slot < n_tokens * top_k; slot++) {
         const size_t t = slot / top_k, k = slot % top_k;
         const int32_t id = ids[slot];
-        if (id < -1 || (id >= 0 && (size_t)id >= n_experts))
-            return dpl_fail(DPL_EINVAL,
-                            "token %zu, slot %zu: expert id %" PRId32
-                            ", expected 0 to %zu, or -1 to skip the slot",
-                            t, k, id, n_experts - 1);
+        DPL_CHECK(id >= -1 && (id < 0 || (size_t)id < n_experts),
+                  "token %zu, slot %zu: expert id %d, expected 0 to %zu, or -1 to skip the slot", t,
+                  k, (int)id, n_experts - 1);
         for (size_t j = 0; j < k && id >= 0; j++)
-            if (ids[slot - k + j] == id)
-                return dpl_fail(DPL_EINVAL,
-                                "token %zu: expert id %" PRId32
-                                " twice (slots %zu and %zu), expected distinct ids",
-                                t, id, j, k);
+            DPL_CHECK(ids[slot - k + j] != id,
+                      "token %zu: expert id %d twice (slots %zu and %zu), expected distinct ids", t,
+                      (int)id, j, k);
     }
     return DPL_OK;
 }
 
 dpl_status dpl_ep_check(dpl_comm *comm, const dpl_moe_shape *shape, size_t n_tokens) {
-    DPL_TRY(dpl_ep_check_ranks(comm));
-    dpl_status status = dpl_ep_check_slots(n_tokens, shape->rule.top_k);
-    if (shape->first_expert != 0 || shape->n_local != shape->rule.n_experts)
-        status = dpl_fail(DPL_EINVAL, "experts %zu to %zu on the only rank, expected 0 to %zu",
-                          shape->first_expert, shape->first_expert + shape->n_local - 1,
-                          shape->rule.n_experts - 1);
+    DPL_EXPECT(comm->n_ranks == 1, DPL_ENOSUP,
+               "expert parallelism over %d ranks (transport %s), expected 1", comm->n_ranks,
+               comm->ops->name);
+    const dpl_status status = dpl_ep_check_slots(n_tokens, shape->rule.top_k);
     return status == DPL_OK ? DPL_OK : dpl_comm_agree(comm, status);
 }
 
@@ -67,7 +56,7 @@ static size_t report_bytes(size_t n_experts) {
 dpl_ep dpl_ep_alloc(dpl_ctx *ctx, dpl_moe_memory *memory, const dpl_moe_shape *shape,
                     size_t n_tokens) {
     const size_t n_experts = shape->rule.n_experts, n_slots = n_tokens * shape->rule.top_k;
-    dpl_ep ep = {.n_tokens = n_tokens, .top_k = shape->rule.top_k, .n_local = shape->n_local};
+    dpl_ep ep = {.n_tokens = n_tokens, .top_k = shape->rule.top_k, .n_local = n_experts};
     ep.report = dpl_moe_keep(ctx, memory, report_bytes(n_experts));
     ep.slot_row = dpl_moe_keep(ctx, memory, n_slots * sizeof(int32_t));
     ep.row_slot = dpl_moe_keep(ctx, memory, n_slots * sizeof(int32_t));
