@@ -29,26 +29,18 @@
 extern "C" {
 #endif
 
-#if defined(__GNUC__)
 #define DPL_API __attribute__((visibility("default")))
-#else
-#define DPL_API
-#endif
 
-/*
- * The soname carries DPL_VERSION_MAJOR: equal major, compatible binaries. Within one major no
+/* The soname carries DPL_VERSION_MAJOR: equal major, compatible binaries. Within one major no
  * function changes or goes, and structs grow at their end only: one that starts with struct_bytes
- * tells the library how much of it the caller knows; all others are frozen.
- */
+ * tells the library how much of it the caller knows; all others are frozen. */
 #define DPL_VERSION_MAJOR 0
 #define DPL_VERSION_MINOR 1
 #define DPL_VERSION_PATCH 0
-
 /** Version of the library that runs, "0.1.0". Never NULL. */
 DPL_API const char *dpl_version(void);
 
 /* ---- 1 status ------------------------------------------------------------------------------ */
-
 #define DPL_STATUS_MAP(X)                                       \
     X(OK, 0, "success")                                         \
     X(EINVAL, -1, "invalid argument")                           \
@@ -69,15 +61,12 @@ typedef enum dpl_status {
 
 /** The fixed text of a status code; "unknown status" for any other number. Never NULL. */
 DPL_API const char *dpl_status_text(dpl_status status);
-
 /** What this thread's last failing call found, until its next one fails. Never NULL; first "". */
 DPL_API const char *dpl_error_message(void);
 
 /* ---- 2 context ----------------------------------------------------------------------------- */
-
 /** Threads, kernels of this CPU, and the memory of a step. */
 typedef struct dpl_ctx dpl_ctx;
-
 /** Open a context; it must outlive everything opened with it. n_threads counts the caller, to 4096;
  * 0: as many as affinity and cgroup limits of this process allow. DPL_EINVAL too where the
  * environment's DPL_CPU names no level that this machine has. Cost: creates threads. */
@@ -89,7 +78,6 @@ DPL_API int dpl_ctx_threads(const dpl_ctx *ctx);
 DPL_API const char *dpl_ctx_cpu_level(const dpl_ctx *ctx);
 
 /* ---- 3 operators of one layer -------------------------------------------------------------- */
-
 /** Element type of tokens, and of the weights in compute. */
 typedef enum dpl_dtype { DPL_F32, DPL_BF16 } dpl_dtype;
 
@@ -113,8 +101,7 @@ DPL_API size_t dpl_gemm_packed_bytes(const dpl_gemm_grouped *g);
 /** Pack weights once, for many products. Uses n_groups, n, k and weights of g.
  * @param w          (n_groups, n, k), row-major, fp32.
  * @param packed_out dpl_gemm_packed_bytes(g) long, 64-byte aligned.
- * @return DPL_ENOSPC.
- * Cost: one pass over w. */
+ * @return DPL_ENOSPC. Cost: one pass over w. */
 DPL_API dpl_status dpl_gemm_pack(dpl_ctx *ctx, const dpl_gemm_grouped *g, const float *w, void *ws,
                                  size_t ws_bytes, void *packed_out);
 
@@ -177,7 +164,6 @@ DPL_API dpl_status dpl_moe_permute(dpl_ctx *ctx, const int32_t *ids, size_t n_to
 
 /** One MoE layer: router, SwiGLU experts, shared expert if wanted; their weights and gradients. */
 typedef struct dpl_layer dpl_layer;
-
 typedef struct dpl_layer_config {
     size_t d, f;         /* D model width, F hidden width of an expert: 1 to 2^20 */
     size_t shared_f;     /* hidden width of the shared expert; 0: none */
@@ -192,7 +178,6 @@ typedef struct dpl_layer_weights {
     const float *gate, *up, *down;                      /* (E, F, D), (E, F, D), (E, D, F) */
     const float *shared_gate, *shared_up, *shared_down; /* of one expert; NULL with shared_f 0 */
 } dpl_layer_weights;
-
 typedef struct dpl_layer_gradients { /* the same shapes; NULL: not wanted */
     float *router, *gate, *up, *down, *shared_gate, *shared_up, *shared_down;
 } dpl_layer_gradients;
@@ -239,10 +224,8 @@ DPL_API void dpl_layer_zero_gradients(dpl_layer *layer);
 DPL_API dpl_status dpl_layer_get_gradients(dpl_layer *layer, const dpl_layer_gradients *gradients);
 
 /* ---- 4 configuration ----------------------------------------------------------------------- */
-
 /** Every option of training and of the model, by MaxText's keys. */
 typedef struct dpl_config dpl_config;
-
 typedef struct dpl_option_info {
     const char *name;          /* the key, "learning_rate" */
     const char *type;          /* "integer", "number", "true|false", "text", or "a|b|c": choices */
@@ -271,18 +254,14 @@ DPL_API size_t dpl_config_option_count(void);
 DPL_API dpl_status dpl_config_option(size_t i, dpl_option_info *info_out);
 
 /* ---- 5 model ------------------------------------------------------------------------------- */
-
 /** A transformer of the deepseek_v3 family and its weights.
  * Everywhere below, PATH is a model directory (config.json and safetensors, as Hugging Face
  * transformers has them), a checkpoint directory, or a run directory, which stands for its newest
- * whole checkpoint. What reads weights or describes them verifies a checkpoint's checksums first.
- */
+ * whole checkpoint. What reads or describes weights verifies a checkpoint's checksums first. */
 typedef struct dpl_model dpl_model;
-
 /** The options that belong to the model at PATH: those of its run (config.yml) where it is a run
  * directory or a checkpoint in one, else defaults with `dtype` and `max_target_length` as its
- * config.json has them. DPL_EIO no model is there; DPL_EFORMAT, DPL_EINVAL its files are damaged.
- */
+ * config.json has them. DPL_EIO no model is there; DPL_EFORMAT, DPL_EINVAL damaged files. */
 DPL_API dpl_status dpl_config_open_model(const char *path, dpl_config **config_out);
 
 /** Open a model: from files, or new with initial weights. ctx must outlive it.
@@ -355,7 +334,6 @@ DPL_API dpl_status dpl_model_write(dpl_model *model, const char *path, const cha
 
 /** Generating text: one token at a time, with a cache of the compressed latent. */
 typedef struct dpl_generator dpl_generator;
-
 typedef struct dpl_generator_options {
     size_t struct_bytes; /* sizeof(dpl_generator_options) */
     size_t tokens_max;   /* prompt and answer together; at most positions_max. Sizes the cache */
@@ -417,7 +395,6 @@ DPL_API void dpl_text_close(char **text);
 DPL_API dpl_status dpl_checkpoint_verify(const char *dir);
 
 /* ---- 6 training ---------------------------------------------------------------------------- */
-
 /** One training run: model, data, optimizer, and the run directory. All ranks call its functions,
  * in the same order (collective), but for those that only tell or stop. */
 typedef struct dpl_trainer dpl_trainer;
@@ -431,8 +408,7 @@ typedef struct dpl_step_metrics {
     double perplexity; /* exp(lm_loss) */
     double z_loss, mtp_loss, moe_lb_loss, router_z_loss; /* weighted; z_loss is in lm_loss */
     double total_weights;                                /* tokens that counted in the loss */
-    double learning_rate;
-    double raw_grad_norm, grad_norm; /* before and after clipping */
+    double learning_rate, raw_grad_norm, grad_norm;      /* norms: before and after clipping */
     double tflops_per_device, tokens_per_s_per_device;
     double mfu; /* fraction of the measured peak of this machine; 0: not measured */
     double gmm_ms, dispatch_ms, combine_ms;

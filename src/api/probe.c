@@ -8,7 +8,6 @@
 typedef struct probe {
     dpl_model *model;
     dpl_config *config;
-    int64_t *wide; // (B, S), ids and targets as in files
     dpl_tokens tokens;
     dpl_loss_rule rule;
     dpl_loss_sums sums;
@@ -19,28 +18,31 @@ typedef struct probe {
     bool grad;         // gradients of hidden states are wanted
 } probe;
 
-// clang-format off
-static const char *const defaults[] = {
-    "dtype=float32", "mtp_loss_scaling_factor=0.3", "learning_rate=1e-3", "adam_b1=0.9",
-    "adam_b2=0.95", "adam_eps=1e-8", "adam_eps_root=0", "adam_weight_decay=0.1",
-    "routed_bias_update_rate=0", "load_balance_loss_weight=0", "z_loss_multiplier=0",
-    "gradient_clipping_threshold=0"};
-// clang-format on
+// Over those of training.
+static const char *const defaults[] = {"dtype=float32", "mtp_loss_scaling_factor=0.3",
+                                       "learning_rate=1e-3", "gradient_clipping_threshold=0"};
 
 /* ---- the collection ---- */
-static void collect(probe *p, const char *name, dpl_st_dtype dtype, int rank, const int64_t *shape,
-                    const void *data) {
-    if (p->status != DPL_OK) return;
+// Room for the data of one more tensor; NULL: none is wanted any more.
+static void *add(probe *p, const char *name, dpl_st_dtype dtype, int rank, const int64_t *shape) {
+    if (p->status != DPL_OK) return NULL;
     dpl_st_tensor t = {.dtype = dtype, .rank = rank, .bytes = dpl_st_dtype_bytes(dtype)};
     for (int i = 0; i < rank; i++) t.bytes *= (uint64_t)(t.shape[i] = shape[i]);
-    uint8_t *copy = p->n < p->n_room ? dpl_alloc(t.bytes + strlen(name) + 1) : NULL;
-    if (!copy) {
+    uint8_t *data = p->n < p->n_room ? dpl_alloc(t.bytes + strlen(name) + 1) : NULL;
+    if (!data) {
         p->status = dpl_fail(DPL_ENOMEM, "no memory for the tensor %s", name);
-        return;
+        return NULL;
     }
-    t.data = memcpy(copy, data, t.bytes);
-    t.name = strcpy((char *)copy + t.bytes, name);
+    t.data = data;
+    t.name = strcpy((char *)data + t.bytes, name);
     p->list[p->n++] = t;
+    return data;
+}
+
+static void collect(probe *p, const char *name, dpl_st_dtype dtype, int rank, const int64_t *shape,
+                    const void *data) {
+    void *copy = add(p, name, dtype, rank, shape);
+    if (copy) memcpy(copy, data, p->list[p->n - 1].bytes);
 }
 
 static void collect_f64(probe *p, const char *name, double value) {
@@ -60,12 +62,9 @@ static dpl_status collect_flat(probe *p, const char *prefix, const float *flat) 
         const dpl_disk_tensor *t = &p->model->disk[i];
         if (!t->param || t->copy_of_shared) continue;
         char name[192];
-        float *values = dpl_alloc_array(dpl_disk_elems(t), sizeof *values);
-        if (!values) return dpl_fail(DPL_ENOMEM, "no memory for the tensor %s", t->name);
-        dpl_disk_gather(t, flat, values);
         snprintf(name, sizeof name, "%s.%s", prefix, t->name);
-        collect(p, name, DPL_ST_F32, t->rank, t->shape, values);
-        dpl_free(values);
+        float *values = add(p, name, DPL_ST_F32, t->rank, t->shape);
+        if (values) dpl_disk_gather(t, flat, values);
     }
     return p->status;
 }
@@ -75,16 +74,14 @@ static dpl_status read_batch(probe *p, const dpl_st_file *file) {
     const int64_t vocab = (int64_t)p->model->config.vocab;
     const dpl_st_tensor *ids = dpl_st_find(file, "input_ids"),
                         *labels = dpl_st_find(file, "labels");
-    if (!ids || ids->rank != 2)
-        return dpl_fail(DPL_EFORMAT, "%s: expected a tensor input_ids (B, S)", file->path);
-    if (labels &&
-        (labels->rank != 2 || memcmp(labels->shape, ids->shape, 2 * sizeof(int64_t)) != 0))
-        return dpl_fail(DPL_EFORMAT, "%s: expected labels in the shape of input_ids, (%lld, %lld)",
-                        file->path, (long long)ids->shape[0], (long long)ids->shape[1]);
+    DPL_EXPECT(ids && ids->rank == 2, DPL_EFORMAT, "%s: expected a tensor input_ids (B, S)",
+               file->path);
+    DPL_EXPECT(!labels || (labels->rank == 2 &&
+                           memcmp(labels->shape, ids->shape, 2 * sizeof(int64_t)) == 0),
+               DPL_EFORMAT, "%s: expected labels in the shape of input_ids, (%lld, %lld)",
+               file->path, (long long)ids->shape[0], (long long)ids->shape[1]);
     const size_t n = dpl_st_elems(ids), n_seq = (size_t)ids->shape[1];
     DPL_TRY(dpl_api_check_batch(&p->model->config, (size_t)ids->shape[0], n_seq));
-    p->wide = dpl_alloc_array(n, sizeof *p->wide);
-    if (!p->wide) return dpl_fail(DPL_ENOMEM, "no memory for a batch of %zu tokens", n);
     DPL_TRY(dpl_tokens_alloc((size_t)ids->shape[0], n_seq, &p->tokens));
     int32_t *targets = p->tokens.targets;
     if (labels) DPL_TRY(dpl_st_read_i32(labels, INT64_MIN, vocab - 1, targets));
@@ -100,19 +97,18 @@ static dpl_status read_batch(probe *p, const dpl_st_file *file) {
 static void collect_targets(probe *p, const char *name, size_t depth) {
     const size_t n_seq = p->tokens.n_seq, width = n_seq - depth;
     const int64_t shape[2] = {(int64_t)p->tokens.n_batch, (int64_t)width};
-    for (size_t i = 0; i < p->tokens.n_batch * width; i++) {
+    int64_t *out = add(p, name, DPL_ST_I64, 2, shape);
+    for (size_t i = 0; out && i < p->tokens.n_batch * width; i++) {
         const int32_t target = p->tokens.targets[i / width * n_seq + i % width + depth];
-        p->wide[i] = target < 0 ? -100 : target;
+        out[i] = target < 0 ? -100 : target;
     }
-    collect(p, name, DPL_ST_I64, 2, shape, p->wide);
 }
 
 static void collect_mask(probe *p) {
     const int64_t shape[2] = {(int64_t)p->tokens.n_batch, (int64_t)p->tokens.n_seq};
-    uint8_t *mask = (uint8_t *)p->wide;
-    for (size_t i = 0; i < p->tokens.n_batch * p->tokens.n_seq; i++)
-        mask[i] = p->tokens.targets[i] >= 0;
-    collect(p, "loss_mask", DPL_ST_U8, 2, shape, mask);
+    uint8_t *out = add(p, "loss_mask", DPL_ST_U8, 2, shape);
+    for (size_t i = 0; out && i < p->tokens.n_batch * p->tokens.n_seq; i++)
+        out[i] = p->tokens.targets[i] >= 0;
 }
 
 /* ---- passes ---- */
@@ -204,7 +200,6 @@ dpl_status dpl_model_probe(dpl_ctx *ctx, const char *path, const char *input_pat
     dpl_free(p.list);
     dpl_optimizer_close(&p.optimizer);
     dpl_tokens_free(&p.tokens);
-    dpl_free(p.wide);
     dpl_model_close(&p.model);
     dpl_config_close(&p.config);
     return status;

@@ -200,26 +200,24 @@ static dpl_status put_line(void *arg, const char *key, const char *value, int li
     return dpl_config_put(arg, key, value);
 }
 
-dpl_status dpl_config_clone(const dpl_config *from, dpl_config **config_out) {
+dpl_status dpl_config_open(const char *path, dpl_config **config_out) {
+    DPL_NEED(config_out);
     dpl_config *config = dpl_alloc(sizeof *config);
     if (!config) return dpl_fail(DPL_ENOMEM, "no memory for a configuration");
     dpl_status status = DPL_OK;
     for (size_t i = 0; i < DPL_OPT_N && status == DPL_OK; i++)
-        status = set_option(config, i, from ? from->text[i] : options[i].missing);
-    if (from) memcpy(config->given, from->given, sizeof config->given);
+        status = set_option(config, i, options[i].missing);
+    if (status == DPL_OK && path) status = dpl_yaml_read(path, put_line, config);
     if (status != DPL_OK) dpl_config_close(&config);
     if (status == DPL_OK) *config_out = config;
     return status;
 }
 
-dpl_status dpl_config_open(const char *path, dpl_config **config_out) {
-    DPL_NEED(config_out);
-    dpl_config *config;
-    DPL_TRY(dpl_config_clone(NULL, &config));
-    const dpl_status status = path ? dpl_yaml_read(path, put_line, config) : DPL_OK;
-    if (status != DPL_OK) dpl_config_close(&config);
-    if (status == DPL_OK) *config_out = config;
-    return status;
+dpl_status dpl_config_clone(const dpl_config *from, dpl_config **config_out) {
+    DPL_TRY(dpl_config_open(NULL, config_out));
+    memcpy((*config_out)->given, from->given, sizeof from->given);
+    for (size_t i = 0; i < DPL_OPT_N; i++) DPL_TRY(set_option(*config_out, i, from->text[i]));
+    return DPL_OK;
 }
 
 void dpl_config_close(dpl_config **config) {

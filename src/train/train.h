@@ -137,7 +137,8 @@ struct dpl_config {
     bool given[DPL_OPT_N]; // set by a file or an assignment
 };
 
-dpl_status dpl_config_clone(const dpl_config *from, dpl_config **config_out); // NULL: defaults
+// What there is after a failure is the caller's too.
+dpl_status dpl_config_clone(const dpl_config *from, dpl_config **config_out);
 dpl_status dpl_config_put(dpl_config *config, const char *key, const char *value);
 dpl_status dpl_config_save(const dpl_config *config, const char *path); // as YAML, every key
 static inline bool dpl_is(const char *text, const char *choice) {
