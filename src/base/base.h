@@ -86,7 +86,7 @@ void dpl_arena_hold(dpl_arena *arena, bool hold);
 // While one thread's run is going on, a run of another thread happens on that thread alone.
 typedef struct dpl_pool dpl_pool;
 typedef void (*dpl_task_fn)(void *arg, size_t i_task, int i_thread);
-// n_threads <= 0: as many as this process may use (affinity and cgroup quota). 1 creates no thread.
+// n_threads 0: as many as this process may use (affinity and cgroup quota). 1 creates no thread.
 dpl_status dpl_pool_open(int n_threads, dpl_pool **pool_out);
 void dpl_pool_close(dpl_pool **pool);
 int dpl_pool_threads(const dpl_pool *pool);
@@ -96,13 +96,7 @@ int dpl_cpus_allowed(void);
 int dpl_cpus_quota(const char *proc_cgroup, const char *root, int cpus);
 
 /* ---- CPU levels ----------------------------------------------------------------------------- */
-#define DPL_CPU_MAP(X) X(REF, "ref") X(AVX2, "avx2") X(AVX512, "avx512")
-typedef enum dpl_cpu_level {
-#define DPL_CPU_ENUM(id, name) DPL_CPU_##id,
-    DPL_CPU_MAP(DPL_CPU_ENUM)
-#undef DPL_CPU_ENUM
-        DPL_CPU_N
-} dpl_cpu_level;
+typedef enum dpl_cpu_level { DPL_CPU_REF, DPL_CPU_AVX2, DPL_CPU_AVX512, DPL_CPU_N } dpl_cpu_level;
 const char *dpl_cpu_level_name(dpl_cpu_level level);
 // The best level of this machine, capped by the environment's DPL_CPU. An unknown name, or one
 // above the machine, is DPL_EINVAL with the list of what is possible.

@@ -38,11 +38,10 @@ int dpl_cpus_quota(const char *proc_cgroup, const char *root, int cpus) {
     char line[PATH_MAX / 2], list[PATH_MAX / 2], folder[PATH_MAX / 2];
     while (fgets(line, sizeof line, f)) {
         // Lines are "id:controllers:/path"; version 2 has id 0 and no controllers.
-        line[strcspn(line, "\n")] = '\0';
-        char *controllers = strchr(line, ':');
-        char *group = controllers ? strchr(++controllers, ':') : NULL;
+        char *rest = line;
+        strsep(&rest, ":");
+        const char *controllers = strsep(&rest, ":"), *group = strsep(&rest, "\n");
         if (!group) continue;
-        *group++ = '\0';
         const bool v2 = !controllers[0];
         snprintf(list, sizeof list, ",%s,", controllers);
         const int n = snprintf(folder, sizeof folder, "%s%s%s", root, v2 ? "" : "/cpu", group);
@@ -67,11 +66,7 @@ int dpl_cpus_allowed(void) {
 }
 
 /* ---- which level ---------------------------------------------------------------------------- */
-static const char *const level_names[DPL_CPU_N] = {
-#define LEVEL_NAME(id, name) name,
-    DPL_CPU_MAP(LEVEL_NAME)
-#undef LEVEL_NAME
-};
+static const char *const level_names[DPL_CPU_N] = {"ref", "avx2", "avx512"};
 
 const char *dpl_cpu_level_name(dpl_cpu_level level) {
     return (unsigned)level < DPL_CPU_N ? level_names[level] : "unknown";

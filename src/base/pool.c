@@ -154,12 +154,11 @@ static void start_workers(dpl_pool *pool) {
 }
 
 dpl_status dpl_pool_open(int n_threads, dpl_pool **pool_out) {
-    if (n_threads > THREADS_MAX)
-        return dpl_fail(DPL_EINVAL, "pool: %d threads, expected at most %d", n_threads,
-                        THREADS_MAX);
-    if (n_threads <= 0) n_threads = DPL_MIN(dpl_cpus_allowed(), THREADS_MAX);
+    DPL_CHECK(n_threads >= 0 && n_threads <= THREADS_MAX,
+              "threads=%d, expected 0 (all this process may use) to %d", n_threads, THREADS_MAX);
+    if (n_threads == 0) n_threads = DPL_MIN(dpl_cpus_allowed(), THREADS_MAX);
     dpl_pool *pool = dpl_alloc(sizeof *pool);
-    if (!pool) return dpl_fail(DPL_ENOMEM, "pool: no memory for %d threads", n_threads);
+    DPL_EXPECT(pool, DPL_ENOMEM, "pool: no memory for %d threads", n_threads);
     pthread_mutex_init(&pool->busy, NULL);
     pool->n_threads = n_threads;
     pool->n_started = 1;

@@ -52,9 +52,9 @@ double dpl_rng_normal(uint64_t seed, uint64_t stream, uint64_t counter) {
 // the hash. Four lanes hide the latency of the multiplications.
 static const uint64_t M0 = 0x9e3779b97f4a7c15u, M1 = 0xbf58476d1ce4e5b9u, M2 = 0x94d049bb133111ebu;
 
-static uint64_t load64(const unsigned char *p) {
-    uint64_t x;
-    memcpy(&x, p, sizeof x);
+static uint64_t load64(const unsigned char *p, size_t bytes) {
+    uint64_t x = 0;
+    memcpy(&x, p, bytes);
     return x;
 }
 
@@ -71,18 +71,15 @@ static uint64_t avalanche(uint64_t x) {
 
 uint64_t dpl_hash64(const void *data, size_t bytes, uint64_t seed) {
     const unsigned char *p = data;
-    uint64_t hash = avalanche(seed + M0) + (uint64_t)bytes * M2, tail = 0;
+    uint64_t hash = avalanche(seed + M0) + (uint64_t)bytes * M2;
     if (bytes >= 32) {
         uint64_t lane[4];
         for (unsigned i = 0; i < 4; i++) lane[i] = avalanche(hash + (i + 1) * M0);
         for (; bytes >= 32; bytes -= 32, p += 32)
-            for (unsigned i = 0; i < 4; i++) lane[i] = absorb(lane[i], load64(p + 8 * i));
+            for (unsigned i = 0; i < 4; i++) lane[i] = absorb(lane[i], load64(p + 8 * i, 8));
         for (unsigned i = 0; i < 4; i++) hash = absorb(hash, avalanche(lane[i]));
     }
-    for (; bytes >= 8; bytes -= 8, p += 8) hash = absorb(hash, avalanche(load64(p)));
-    if (bytes > 0) {
-        memcpy(&tail, p, bytes);
-        hash = absorb(hash, avalanche(tail));
-    }
+    for (; bytes >= 8; bytes -= 8, p += 8) hash = absorb(hash, avalanche(load64(p, 8)));
+    if (bytes > 0) hash = absorb(hash, avalanche(load64(p, bytes)));
     return avalanche(hash);
 }

@@ -25,53 +25,47 @@ struct dpl_queue {
 };
 
 const char *dpl_phase_name(dpl_phase phase) {
-#define NAME(id, name) name,
+#define NAME(id, name) #name,
     static const char *const names[] = {DPL_PHASE_MAP(NAME)};
-#undef NAME
     return names[phase];
 }
 
-dpl_status dpl_ctx_create(int n_threads, bool deferred, size_t step_bytes, dpl_ctx **ctx_out) {
-    dpl_cpu_level level;
-    DPL_TRY(dpl_cpu_level_detect(&level));
-    dpl_ctx *ctx = dpl_alloc(sizeof *ctx);
-    if (!ctx) return dpl_fail(DPL_ENOMEM, "no memory for a context");
-    ctx->level = level;
-    ctx->kernels = dpl_cpu_kernels(level);
+static dpl_status open_parts(dpl_ctx *ctx, int n_threads, bool deferred, size_t step_bytes) {
+    DPL_TRY(dpl_cpu_level_detect(&ctx->level));
+    ctx->kernels = dpl_cpu_kernels(ctx->level);
+    DPL_TRY(dpl_pool_open(n_threads, &ctx->pool));
     ctx->memory_bytes = (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE);
-    size_t bytes = step_bytes ? step_bytes : 4 * ctx->memory_bytes;
-    const size_t bytes_min = step_bytes ? step_bytes : STEP_BYTES_MIN;
-    dpl_status status = dpl_pool_open(n_threads, &ctx->pool);
-    if (status == DPL_OK) status = dpl_arena_open(bytes, &ctx->arena);
     // Batch systems limit addresses too (ulimit -v): take what there is.
-    while (status != DPL_OK && ctx->pool && (bytes /= 2) >= bytes_min)
-        status = dpl_arena_open(bytes, &ctx->arena);
-    if (status == DPL_OK) {
-        ctx->scratch = dpl_alloc_array((size_t)dpl_pool_threads(ctx->pool), SCRATCH_BYTES);
-        if (deferred) ctx->queue = dpl_alloc(sizeof *ctx->queue);
-        if (!ctx->scratch || (deferred && !ctx->queue))
-            status = dpl_fail(DPL_ENOMEM, "no memory for the scratch of a context");
-    }
-    if (status != DPL_OK) {
-        dpl_ctx_close(&ctx);
-        return status;
-    }
-    if (deferred) dpl_arena_hold(ctx->arena, true);
-    *ctx_out = ctx;
+    size_t bytes = step_bytes ? step_bytes : 4 * ctx->memory_bytes;
+    dpl_status status;
+    do status = dpl_arena_open(bytes, &ctx->arena);
+    while (status != DPL_OK && !step_bytes && (bytes /= 2) >= STEP_BYTES_MIN);
+    DPL_TRY(status);
+    ctx->scratch = dpl_alloc_array((size_t)dpl_pool_threads(ctx->pool), SCRATCH_BYTES);
+    if (deferred) ctx->queue = dpl_alloc(sizeof *ctx->queue);
+    DPL_EXPECT(ctx->scratch && (ctx->queue || !deferred), DPL_ENOMEM,
+               "no memory for the scratch of a context");
+    dpl_arena_hold(ctx->arena, deferred);
     return DPL_OK;
 }
 
+dpl_status dpl_ctx_create(int n_threads, bool deferred, size_t step_bytes, dpl_ctx **ctx_out) {
+    dpl_ctx *ctx = dpl_alloc(sizeof *ctx);
+    DPL_EXPECT(ctx, DPL_ENOMEM, "no memory for a context");
+    const dpl_status status = open_parts(ctx, n_threads, deferred, step_bytes);
+    if (status == DPL_OK) *ctx_out = ctx;
+    else dpl_ctx_close(&ctx);
+    return status;
+}
+
 dpl_status dpl_ctx_open(int n_threads, dpl_ctx **ctx_out) {
-    if (!ctx_out) return dpl_fail(DPL_EINVAL, "dpl_ctx_open: ctx_out is NULL");
-    if (n_threads < 0 || n_threads > 4096)
-        return dpl_fail(DPL_EINVAL, "threads=%d, expected 0 (all this process may use) to 4096",
-                        n_threads);
+    DPL_CHECK(ctx_out, "dpl_ctx_open: ctx_out is NULL");
     return dpl_ctx_create(n_threads, false, 0, ctx_out);
 }
 
 void dpl_ctx_close(dpl_ctx **ctx) {
     if (!ctx || !*ctx) return;
-    if ((*ctx)->queue) dpl_ctx_wait(*ctx);
+    dpl_ctx_wait(*ctx);
     dpl_pool_close(&(*ctx)->pool);
     dpl_arena_close(&(*ctx)->arena);
     dpl_free((*ctx)->scratch);

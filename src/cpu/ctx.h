@@ -12,15 +12,12 @@ typedef struct dpl_kernels dpl_kernels; // kernels.h
 
 // Where a step's time goes; `step_profile=true` prints one row a phase.
 // clang-format off
-#define DPL_PHASE_MAP(X)                                                                 \
-    X(OTHER, "other")       X(GMM, "grouped_gemm")  X(GEMM, "dense_gemm")                \
-    X(ATTENTION, "attention") X(ROUTER, "router")   X(DISPATCH, "dispatch")              \
-    X(COMBINE, "combine")   X(NORM, "norm")         X(SWIGLU, "swiglu")                  \
-    X(EMBED, "embedding")   X(LOSS, "head_loss")    X(OPTIMIZER, "optimizer")
+#define DPL_PHASE_MAP(X) X(OTHER, other) X(GMM, grouped_gemm) X(GEMM, dense_gemm) \
+    X(ATTENTION, attention) X(ROUTER, router) X(DISPATCH, dispatch) X(COMBINE, combine) \
+    X(NORM, norm) X(SWIGLU, swiglu) X(EMBED, embedding) X(LOSS, head_loss) X(OPTIMIZER, optimizer)
 // clang-format on
 #define DPL_PHASE_ENUM(id, name) DPL_PHASE_##id,
 typedef enum dpl_phase { DPL_PHASE_MAP(DPL_PHASE_ENUM) DPL_PHASE_N } dpl_phase;
-#undef DPL_PHASE_ENUM
 const char *dpl_phase_name(dpl_phase phase);
 
 struct dpl_ctx {
