@@ -94,26 +94,20 @@ dpl_status dpl_json_write(const char *path, const json_t *object) {
 }
 
 /* ---- YAML ----------------------------------------------------------------------------------- */
+#define EXPECT(condition, what) DPL_EXPECT(condition, DPL_EFORMAT, what)
+
 typedef struct yaml_reader {
     yaml_parser_t parser;
     yaml_event_t event; // the current one
-    const char *path;
-    json_t *seen; // key -> line; owns the keys
+    int line;           // where an error would be; 0: not known
+    json_t *lines;      // key -> line; owns the keys
+    json_t *list;       // the current value, if it is one
     dpl_yaml_fn fn;
     void *arg;
-    bool in_document, in_mapping;
-    const char *key; // whose value is next; NULL: a key is
-    int line;        // the key's
-    json_t *lists[YAML_DEPTH_MAX];
-    size_t depth; // of the current list; 0: none
 } yaml_reader;
 
-static dpl_status fail_here(const yaml_reader *r, const char *what) {
-    return dpl_fail(DPL_EFORMAT, "%s:%zu: %s", r->path, r->event.start_mark.line + 1, what);
-}
-
-static dpl_status fail_memory(const yaml_reader *r) {
-    return dpl_fail(DPL_ENOMEM, "no memory to read %s", r->path);
+static dpl_status fail_memory(void) {
+    return dpl_fail(DPL_ENOMEM, "no memory to read it");
 }
 
 // Moves to the next event, which is none that would be more than plain text and lists.
@@ -122,20 +116,21 @@ static dpl_status next_event(yaml_reader *r) {
     const yaml_event_t *e = &r->event;
     yaml_event_delete(&r->event);
     if (!yaml_parser_parse(&r->parser, &r->event)) {
-        if (p->error == YAML_MEMORY_ERROR) return fail_memory(r);
-        if (p->error == YAML_READER_ERROR)
-            return dpl_fail(DPL_EFORMAT, "%s: byte %zu: %s", r->path, p->problem_offset,
-                            p->problem);
-        return dpl_fail(DPL_EFORMAT, "%s:%zu: %s", r->path, p->problem_mark.line + 1,
-                        p->problem ? p->problem : "not YAML");
+        r->line = p->error == YAML_READER_ERROR ? 0 : (int)p->problem_mark.line + 1;
+        if (p->error == YAML_MEMORY_ERROR) return fail_memory();
+        DPL_EXPECT(r->line > 0, DPL_EFORMAT, "byte %zu: %s", p->problem_offset, p->problem);
+        return dpl_fail(DPL_EFORMAT, "%s", p->problem);
     }
-    if (e->type == YAML_ALIAS_EVENT) return fail_here(r, "aliases are not supported");
-    if (e->type != YAML_SCALAR_EVENT && e->type != YAML_SEQUENCE_START_EVENT &&
-        e->type != YAML_MAPPING_START_EVENT)
-        return DPL_OK;
-    // The data of these three begin alike.
-    if (e->data.scalar.anchor) return fail_here(r, "anchors are not supported");
-    if (e->data.scalar.tag) return fail_here(r, "tags are not supported");
+    r->line = (int)e->start_mark.line + 1;
+    const bool scalar = e->type == YAML_SCALAR_EVENT;
+    EXPECT(e->type != YAML_ALIAS_EVENT, "aliases are not supported");
+    if (scalar || e->type == YAML_SEQUENCE_START_EVENT || e->type == YAML_MAPPING_START_EVENT) {
+        // The data of these three begin alike.
+        EXPECT(!e->data.scalar.anchor, "anchors are not supported");
+        EXPECT(!e->data.scalar.tag, "tags are not supported");
+    }
+    DPL_EXPECT(!scalar || strlen((char *)e->data.scalar.value) == e->data.scalar.length,
+               DPL_EFORMAT, "a NUL in the text");
     return DPL_OK;
 }
 
@@ -144,7 +139,8 @@ static bool is_null(const yaml_reader *r, const char *text) {
            (!*text || !strcmp(text, "~") || !strcasecmp(text, "null"));
 }
 
-static json_t *scalar_json(const yaml_reader *r, const char *text) {
+static json_t *scalar_json(const yaml_reader *r) {
+    const char *text = (char *)r->event.data.scalar.value;
     int64_t integer;
     double real;
     if (r->event.data.scalar.style != YAML_PLAIN_SCALAR_STYLE) return json_string(text);
@@ -156,90 +152,86 @@ static json_t *scalar_json(const yaml_reader *r, const char *text) {
     return json_string(text);
 }
 
-// Hands the key and its value to the caller.
-static dpl_status give_value(yaml_reader *r, const char *text) {
-    const dpl_status status = r->fn(r->arg, r->key, text, r->line);
-    r->key = NULL;
-    return status == DPL_OK ? status : dpl_fail_in(status, "%s:%d", r->path, r->line);
+// Appends the values of the list that begins, up to its end.
+static dpl_status read_list(yaml_reader *r, size_t depth, json_t *list) {
+    EXPECT(depth < YAML_DEPTH_MAX, "lists are nested too deep");
+    for (;;) {
+        DPL_TRY(next_event(r));
+        const bool is_list = r->event.type == YAML_SEQUENCE_START_EVENT;
+        if (r->event.type == YAML_SEQUENCE_END_EVENT) return DPL_OK;
+        EXPECT(is_list || r->event.type == YAML_SCALAR_EVENT, "expected a plain value");
+        json_t *value = is_list ? json_array() : scalar_json(r);
+        if (json_array_append_new(list, value) != 0) return fail_memory();
+        if (is_list) DPL_TRY(read_list(r, depth + 1, value));
+    }
 }
 
-static dpl_status take_key(yaml_reader *r, const char *text) {
-    r->line = (int)r->event.start_mark.line + 1;
-    const json_t *earlier = json_object_get(r->seen, text);
-    if (earlier)
-        return dpl_fail(DPL_EFORMAT, "%s:%d: the key '%s' stands on line %lld already", r->path,
-                        r->line, text, (long long)json_integer_value(earlier));
-    if (json_object_set_new(r->seen, text, json_integer(r->line)) != 0) return fail_memory(r);
-    r->key = json_object_iter_key(json_object_iter_at(r->seen, text));
-    return DPL_OK;
-}
-
-static dpl_status take_scalar(yaml_reader *r) {
-    const char *text = (char *)r->event.data.scalar.value;
-    if (strlen(text) != r->event.data.scalar.length) return fail_here(r, "a NUL in the text");
-    if (!r->in_mapping && !*text) return DPL_OK; // an empty document
-    if (!r->in_mapping) return fail_here(r, "expected lines of the form 'key: value'");
-    if (!r->key) return take_key(r, text);
-    if (r->depth == 0) return give_value(r, is_null(r, text) ? "" : text);
-    const int rc = json_array_append_new(r->lists[r->depth - 1], scalar_json(r, text));
-    return rc == 0 ? DPL_OK : fail_memory(r);
-}
-
-static dpl_status open_list(yaml_reader *r) {
-    if (!r->in_mapping) return fail_here(r, "expected lines of the form 'key: value'");
-    if (!r->key) return fail_here(r, "expected a plain value");
-    if (r->depth == YAML_DEPTH_MAX) return fail_here(r, "lists are nested too deep");
-    json_t *list = json_array();
-    if (!list || (r->depth && json_array_append_new(r->lists[r->depth - 1], list) != 0))
-        return fail_memory(r);
-    r->lists[r->depth++] = list; // The outermost list owns the others.
-    return DPL_OK;
-}
-
-static dpl_status close_list(yaml_reader *r) {
-    if (--r->depth > 0) return DPL_OK;
-    char *text = json_dumps(r->lists[0], 0);
-    const dpl_status status = text ? give_value(r, text) : fail_memory(r);
+static dpl_status read_value(yaml_reader *r, const char *key, int line) {
+    DPL_TRY(next_event(r));
+    const char *plain = (char *)r->event.data.scalar.value;
+    const bool is_list = r->event.type == YAML_SEQUENCE_START_EVENT;
+    EXPECT(is_list || r->event.type == YAML_SCALAR_EVENT,
+           "a mapping inside the mapping; keys must be flat");
+    json_array_clear(r->list);
+    if (is_list) DPL_TRY(read_list(r, 0, r->list));
+    char *text = is_list ? json_dumps(r->list, 0) : strdup(is_null(r, plain) ? "" : plain);
+    if (!text) return fail_memory();
+    r->line = line;
+    const dpl_status status = r->fn(r->arg, key, text, line);
     free(text);
-    json_decref(r->lists[0]);
     return status;
 }
 
-static dpl_status take_event(yaml_reader *r) {
-    const yaml_event_type_t type = r->event.type;
-    if (type == YAML_SCALAR_EVENT) return take_scalar(r);
-    if (type == YAML_SEQUENCE_START_EVENT) return open_list(r);
-    if (type == YAML_SEQUENCE_END_EVENT) return close_list(r);
-    if (type == YAML_DOCUMENT_START_EVENT && r->in_document)
-        return fail_here(r, "a second document");
-    if (type == YAML_MAPPING_START_EVENT && r->in_mapping)
-        return fail_here(r, r->key && r->depth == 0
-                                ? "a mapping inside the mapping; keys must be flat"
-                                : "expected a plain value");
-    r->in_document |= type == YAML_DOCUMENT_START_EVENT;
-    r->in_mapping |= type == YAML_MAPPING_START_EVENT;
+static dpl_status read_pairs(yaml_reader *r) {
+    for (;;) {
+        DPL_TRY(next_event(r));
+        if (r->event.type == YAML_MAPPING_END_EVENT) return DPL_OK;
+        EXPECT(r->event.type == YAML_SCALAR_EVENT, "expected a plain value");
+        const char *key = (char *)r->event.data.scalar.value;
+        const int line = r->line;
+        const json_t *earlier = json_object_get(r->lines, key);
+        DPL_EXPECT(!earlier, DPL_EFORMAT, "the key '%s' stands on line %lld already", key,
+                   (long long)json_integer_value(earlier));
+        if (json_object_set_new(r->lines, key, json_integer(line)) != 0) return fail_memory();
+        DPL_TRY(read_value(r, json_object_iter_key(json_object_iter_at(r->lines, key)), line));
+    }
+}
+
+static dpl_status read_stream(yaml_reader *r) {
+    do DPL_TRY(next_event(r));
+    while (r->event.type == YAML_STREAM_START_EVENT || r->event.type == YAML_DOCUMENT_START_EVENT);
+    const bool scalar = r->event.type == YAML_SCALAR_EVENT;
+    if (r->event.type == YAML_STREAM_END_EVENT) return DPL_OK;
+    if (r->event.type == YAML_MAPPING_START_EVENT) DPL_TRY(read_pairs(r));
+    else // An empty document is one empty text.
+        EXPECT(scalar && r->event.data.scalar.length == 0,
+               "expected lines of the form 'key: value'");
+    DPL_TRY(next_event(r)); // the document's end
+    DPL_TRY(next_event(r)); // the stream's
+    EXPECT(r->event.type == YAML_STREAM_END_EVENT, "a second document");
     return DPL_OK;
 }
 
 dpl_status dpl_yaml_read(const char *path, dpl_yaml_fn fn, void *arg) {
     dpl_map map;
     DPL_TRY(dpl_map_open(path, &map));
-    yaml_reader r = {.path = path, .fn = fn, .arg = arg};
-    dpl_status status = DPL_OK;
+    yaml_reader r = {.lines = json_object(), .list = json_array(), .fn = fn, .arg = arg};
+    dpl_status status;
     if (map.bytes > YAML_BYTES_MAX) {
-        status = dpl_fail(DPL_EFORMAT, "%s: %zu bytes; a configuration has at most %zu", path,
-                          map.bytes, YAML_BYTES_MAX);
-    } else if (!(r.seen = json_object()) || !yaml_parser_initialize(&r.parser)) {
-        status = fail_memory(&r);
+        status = dpl_fail(DPL_EFORMAT, "%zu bytes; a configuration has at most %zu", map.bytes,
+                          YAML_BYTES_MAX);
+    } else if (!r.lines || !r.list || !yaml_parser_initialize(&r.parser)) {
+        status = fail_memory();
     } else {
         yaml_parser_set_input_string(&r.parser, map.data, map.bytes);
-        while (status == DPL_OK && r.event.type != YAML_STREAM_END_EVENT)
-            if ((status = next_event(&r)) == DPL_OK) status = take_event(&r);
-        if (r.depth > 0) json_decref(r.lists[0]);
-        yaml_event_delete(&r.event);
-        yaml_parser_delete(&r.parser);
+        status = read_stream(&r);
     }
-    json_decref(r.seen);
+    yaml_event_delete(&r.event);
+    yaml_parser_delete(&r.parser);
+    json_decref(r.lines);
+    json_decref(r.list);
     dpl_map_close(&map);
-    return status;
+    if (status == DPL_OK) return DPL_OK;
+    return r.line > 0 ? dpl_fail_in(status, "%s:%d", path, r.line)
+                      : dpl_fail_in(status, "%s", path);
 }
