@@ -515,14 +515,17 @@ static void test_panels(void **state) {
         const dpl_mat plain = random_mat(n_groups * n, k, 0, DPL_F32);
         float *panels = poisoned(n_panel * sizeof *panels),
               *back = poisoned(n_plain * sizeof *back);
-        dpl_panel_pack(ctx, plain.p, n_groups, n, k, panels);
+        for (size_t g = 0; g < n_groups; ++g)
+            dpl_panel_pack(ctx, dpl_mat_row(plain, g * n), n, k,
+                           panels + g * dpl_panel_elems(n, k));
         for (size_t at = 0; at < n_groups * dpl_round_up(n, DPL_PANEL) * k; ++at) {
             const size_t g = at / dpl_panel_elems(n, k), r = at / k % dpl_round_up(n, DPL_PANEL),
                          c = at % k;
             const float want = r < n ? (float)element(plain, g * n + r, c) : 0;
             assert_true(panels[g * dpl_panel_elems(n, k) + dpl_panel_index(r, c, k)] == want);
         }
-        dpl_panel_unpack(ctx, panels, n_groups, n, k, back);
+        for (size_t g = 0; g < n_groups; ++g)
+            dpl_panel_unpack(ctx, panels + g * dpl_panel_elems(n, k), n, k, back + g * n * k);
         assert_memory_equal(back, plain.p, n_plain * sizeof *back);
         free(plain.p), free(panels), free(back);
         dpl_ctx_close(&ctx);

@@ -141,7 +141,7 @@ static void unpack(const dpl_layer *layer, int i, float *rows, float *up) {
     const size_t mark = dpl_ctx_mark(layer->ctx);
     float *both = dpl_ctx_alloc(layer->ctx, f ? w->n * k * sizeof *both : 0);
     for (size_t g = 0; g < w->n_groups && (rows || up); g++) {
-        dpl_panel_unpack(layer->ctx, layer->grad[i] + g * elems, 1, w->n, k,
+        dpl_panel_unpack(layer->ctx, layer->grad[i] + g * elems, w->n, k,
                          f ? both : rows + g * w->n * k);
         dpl_ctx_wait(layer->ctx);
         for (size_t r = 0; r < f; r++) {

@@ -57,7 +57,7 @@ dpl_status dpl_check_mat(const char *name, const void *p, size_t ld, size_t widt
 
 void dpl_pack_rows(dpl_ctx *ctx, const float *rows, size_t n, size_t k, dpl_dtype dtype,
                    float *panels, void *packed) {
-    dpl_panel_pack(ctx, rows, 1, n, k, dtype == DPL_F32 ? packed : panels);
+    dpl_panel_pack(ctx, rows, n, k, dtype == DPL_F32 ? packed : panels);
     if (dtype == DPL_BF16) dpl_to_bf16(ctx, panels, dpl_panel_elems(n, k), packed);
 }
 
@@ -154,9 +154,9 @@ static dpl_status run(dpl_ctx *ctx, const dpl_gemm_grouped *g, product which, co
         if (which == FORWARD) dpl_gemm_forward(ctx, x_i, &weight, groups, y_i);
         if (which == DGRAD) dpl_gemm_dgrad(ctx, y_i, &weight, groups, x_i, false);
         if (which == WGRAD) {
-            dpl_panel_pack(ctx, rows, 1, g->n, g->k, ws);
+            dpl_panel_pack(ctx, rows, g->n, g->k, ws);
             dpl_gemm_wgrad(ctx, y_i, x_i, groups, g->n, g->k, g->weights, ws);
-            dpl_panel_unpack(ctx, ws, 1, g->n, g->k, rows);
+            dpl_panel_unpack(ctx, ws, g->n, g->k, rows);
         }
         dpl_ctx_wait(ctx); // The workspace is used again.
     }

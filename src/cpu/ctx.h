@@ -60,6 +60,7 @@ void dpl_ctx_submit(dpl_ctx *ctx, dpl_op_fn fn, const void *args, size_t args_by
 typedef struct dpl_part {
     size_t first, end, i; // rows first .. end-1; the number of this part
     const struct dpl_row_kernels *k;
+    const struct dpl_gemm_kernels *g;
     void *scratch; // 4 MB of this thread
     int i_thread;
 } dpl_part;

@@ -28,7 +28,6 @@ typedef struct gemm_args {
     dpl_groups groups;
     size_t n, k;
     bool accumulate;
-    const dpl_gemm_kernels *kernels;
     gemm_cut *cuts; // (groups + 1)
 } gemm_args;
 
@@ -36,6 +35,7 @@ typedef struct gemm_args {
 // n_panels), and where its result is accumulated.
 typedef struct gemm_block {
     const gemm_args *a;
+    const dpl_gemm_kernels *g;
     size_t row, n_rows; // of the group
     size_t weight_row;  // its first row of 32 in a weight or weight gradient
     size_t m0, m, p0, n_panels, depth, n_cols;
@@ -125,9 +125,8 @@ static size_t panel_cols(const gemm_block *b, size_t p) {
 
 static void pack_left(const gemm_block *b, size_t first, size_t m, size_t l0, size_t depth) {
     const dpl_mat x = left_at(b, first, l0);
-    const dpl_gemm_kernels *k = b->a->kernels;
-    (b->a->op == WGRAD ? k->pack_cols : k->pack_rows)(load_of(x.dtype, b->a->operand), m, depth,
-                                                      x.p, x.ld, m, b->packed_a + first * depth);
+    (b->a->op == WGRAD ? b->g->pack_cols : b->g->pack_rows)(
+        load_of(x.dtype, b->a->operand), m, depth, x.p, x.ld, m, b->packed_a + first * depth);
 }
 
 // The right operand (depth, 32) of panel p from contraction index l0 on. An F32 weight is used in
@@ -139,13 +138,12 @@ static const float *right_panel(const gemm_block *b, size_t p, size_t l0, size_t
     const dpl_gemm_load load = load_of(from.dtype, a->operand);
     if (a->op == FORWARD && load == DPL_LOAD_F32) return from.p;
     if (a->op != DGRAD) {
-        a->kernels->pack_cols(load, n, depth, from.p, from.ld, DPL_PANEL, b->packed_b);
+        b->g->pack_cols(load, n, depth, from.p, from.ld, DPL_PANEL, b->packed_b);
         return b->packed_b;
     }
     for (size_t l = 0; l < depth; l += DPL_PANEL)
-        a->kernels->pack_rows(load, n, DPL_MIN(depth - l, (size_t)DPL_PANEL),
-                              right_at(b, p, l0 + l).p, DPL_PANEL, DPL_PANEL,
-                              b->packed_b + l * DPL_PANEL);
+        b->g->pack_rows(load, n, DPL_MIN(depth - l, (size_t)DPL_PANEL), right_at(b, p, l0 + l).p,
+                        DPL_PANEL, DPL_PANEL, b->packed_b + l * DPL_PANEL);
     return b->packed_b;
 }
 
@@ -200,9 +198,9 @@ static void panel_product(const gemm_block *b, size_t p, size_t l0, size_t depth
     for (size_t i = 0; i < b->n_tiles; ++i) {
         const size_t first = tile_first(b, i), m = tile_first(b, i + 1) - first;
         if (p == b->p0) pack_left(b, first, m, l0, depth);
-        b->a->kernels->tile(m, panel_cols(b, p), depth, b->packed_a + first * depth, right,
-                            c + first * b->ldc, b->ldc, l0 > 0 || b->a->accumulate,
-                            fetch_ahead(b, p, l0, depth, i));
+        b->g->tile(m, panel_cols(b, p), depth, b->packed_a + first * depth, right,
+                   c + first * b->ldc, b->ldc, l0 > 0 || b->a->accumulate,
+                   fetch_ahead(b, p, l0, depth, i));
     }
 }
 
@@ -233,7 +231,8 @@ static void run_task(const void *args, const dpl_part *part) {
     b.m = (i_m + 1) * b.m / cut.m_blocks - b.m0;
     b.p0 = i_p * b.n_panels / cut.p_blocks;
     b.n_panels = (i_p + 1) * b.n_panels / cut.p_blocks - b.p0;
-    b.n_tiles = dpl_div_up(b.m, a->kernels->mr);
+    b.g = part->g;
+    b.n_tiles = dpl_div_up(b.m, b.g->mr);
     b.packed_b = part->scratch;
     b.packed_a = b.packed_b + DPL_GEMM_KC * DPL_PANEL;
     b.ldc = DPL_PANEL;
@@ -273,7 +272,6 @@ static void run_gemm(dpl_ctx *ctx, const void *args) {
 static void submit_gemm(dpl_ctx *ctx, gemm_args a) {
     if (a.groups.n_rows == 0 || a.groups.n == 0 || a.n == 0 || a.k == 0) return;
     const size_t mark = dpl_ctx_mark(ctx);
-    a.kernels = &ctx->kernels->gemm;
     a.cuts = dpl_ctx_alloc(ctx, a.groups.n * sizeof *a.cuts);
     const dpl_span span = dpl_row_span(a.out, a.groups.n_rows, a.op == FORWARD ? a.n : a.k);
     DPL_SUBMIT(ctx, run_gemm, a, a.accumulate ? (dpl_span){0} : span);
@@ -283,8 +281,8 @@ static void submit_gemm(dpl_ctx *ctx, gemm_args a) {
 static void submit_with_weight(dpl_ctx *ctx, gemm_op op, dpl_mat left, const dpl_weight *w,
                                dpl_groups groups, dpl_mat out, bool accumulate) {
     const dpl_mat right = {(void *)(uintptr_t)w->p, DPL_PANEL, w->dtype};
-    submit_gemm(ctx, (gemm_args){op, left, right, out, w->dtype, groups, w->n, w->k, accumulate,
-                                 NULL, NULL});
+    submit_gemm(ctx,
+                (gemm_args){op, left, right, out, w->dtype, groups, w->n, w->k, accumulate, NULL});
 }
 
 void dpl_gemm_forward(dpl_ctx *ctx, dpl_mat x, const dpl_weight *w, dpl_groups groups, dpl_mat y) {
@@ -299,55 +297,33 @@ void dpl_gemm_dgrad(dpl_ctx *ctx, dpl_mat dy, const dpl_weight *w, dpl_groups gr
 void dpl_gemm_wgrad(dpl_ctx *ctx, dpl_mat dy, dpl_mat x, dpl_groups groups, size_t n, size_t k,
                     dpl_dtype operand, float *dw) {
     const dpl_mat out = dpl_mat_f32(dw, DPL_PANEL);
-    submit_gemm(ctx, (gemm_args){WGRAD, x, dy, out, operand, groups, n, k, true, NULL, NULL});
+    submit_gemm(ctx, (gemm_args){WGRAD, x, dy, out, operand, groups, n, k, true, NULL});
 }
 
 /* ---- panels ---------------------------------------------------------------------------------- */
 typedef struct panel_args {
     dpl_loop loop;
-    const dpl_gemm_kernels *kernels;
-    const float *src;
-    float *dst;
+    float *rows, *panels;
     size_t n, k;
+    bool unpack;
 } panel_args;
 
-// The row-major place of panel i, and how many of its columns are there.
-static size_t panel_plain(const panel_args *a, size_t i, size_t *n_cols) {
-    const size_t n_panels = dpl_div_up(a->n, DPL_PANEL), n = i % n_panels * DPL_PANEL;
-    *n_cols = DPL_MIN(a->n - n, (size_t)DPL_PANEL);
-    return (i / n_panels * a->n + n) * a->k;
-}
-
-static void pack_panel(const void *args, const dpl_part *part) {
+static void copy_panel(const void *args, const dpl_part *part) {
     const panel_args *a = args;
-    size_t n;
-    const float *src = a->src + panel_plain(a, part->i, &n);
-    a->kernels->pack_rows(DPL_LOAD_F32, n, a->k, src, a->k, DPL_PANEL,
-                          a->dst + part->i * DPL_PANEL * a->k);
+    const size_t first = part->i * DPL_PANEL, n = DPL_MIN(a->n - first, (size_t)DPL_PANEL);
+    float *rows = a->rows + first * a->k, *panel = a->panels + first * a->k;
+    if (a->unpack) part->g->pack_rows(DPL_LOAD_F32, a->k, n, panel, DPL_PANEL, a->k, rows);
+    else part->g->pack_rows(DPL_LOAD_F32, n, a->k, rows, a->k, DPL_PANEL, panel);
 }
 
-static void unpack_panel(const void *args, const dpl_part *part) {
-    const panel_args *a = args;
-    size_t n;
-    float *dst = a->dst + panel_plain(a, part->i, &n);
-    a->kernels->pack_rows(DPL_LOAD_F32, a->k, n, a->src + part->i * DPL_PANEL * a->k, DPL_PANEL,
-                          a->k, dst);
+void dpl_panel_pack(dpl_ctx *ctx, const float *rows, size_t n, size_t k, float *panels) {
+    const dpl_loop loop = {copy_panel, dpl_div_up(n, DPL_PANEL), 1};
+    const panel_args a = {loop, (float *)(uintptr_t)rows, panels, n, k, false};
+    DPL_SUBMIT(ctx, dpl_run_loop, a, {panels, dpl_panel_elems(n, k) * sizeof *panels});
 }
 
-void dpl_panel_pack(dpl_ctx *ctx, const float *src, size_t n_groups, size_t n, size_t k,
-                    float *dst) {
-    const panel_args a = {
-        {pack_panel, n_groups * dpl_div_up(n, DPL_PANEL), 1}, &ctx->kernels->gemm, src, dst, n, k};
-    DPL_SUBMIT(ctx, dpl_run_loop, a, {dst, n_groups * dpl_panel_elems(n, k) * sizeof *dst});
-}
-
-void dpl_panel_unpack(dpl_ctx *ctx, const float *src, size_t n_groups, size_t n, size_t k,
-                      float *dst) {
-    const panel_args a = {{unpack_panel, n_groups * dpl_div_up(n, DPL_PANEL), 1},
-                          &ctx->kernels->gemm,
-                          src,
-                          dst,
-                          n,
-                          k};
-    DPL_SUBMIT(ctx, dpl_run_loop, a, {dst, n_groups * n * k * sizeof *dst});
+void dpl_panel_unpack(dpl_ctx *ctx, const float *panels, size_t n, size_t k, float *rows) {
+    const dpl_loop loop = {copy_panel, dpl_div_up(n, DPL_PANEL), 1};
+    const panel_args a = {loop, rows, (float *)(uintptr_t)panels, n, k, true};
+    DPL_SUBMIT(ctx, dpl_run_loop, a, {rows, n * k * sizeof *rows});
 }

@@ -70,11 +70,9 @@ void dpl_gemm_dgrad(dpl_ctx *ctx, dpl_mat dy, const dpl_weight *w, dpl_groups gr
 // without rows leaves its dw untouched.
 void dpl_gemm_wgrad(dpl_ctx *ctx, dpl_mat dy, dpl_mat x, dpl_groups groups, size_t n, size_t k,
                     dpl_dtype operand, float *dw);
-// Row-major (n_groups, n, k) F32 to panels (with zero padding), and back.
-void dpl_panel_pack(dpl_ctx *ctx, const float *src, size_t n_groups, size_t n, size_t k,
-                    float *dst);
-void dpl_panel_unpack(dpl_ctx *ctx, const float *src, size_t n_groups, size_t n, size_t k,
-                      float *dst);
+// Row-major (n, k) F32 to the panels of one group (with zero padding), and back.
+void dpl_panel_pack(dpl_ctx *ctx, const float *rows, size_t n, size_t k, float *panels);
+void dpl_panel_unpack(dpl_ctx *ctx, const float *panels, size_t n, size_t k, float *rows);
 
 /* ---- elementwise (rows.c) -------------------------------------------------------------------- */
 // y = x * rstd * gain, rstd (rows) = 1 / sqrt(mean(x^2) + eps) kept for backward.
