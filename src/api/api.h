@@ -21,13 +21,11 @@ dpl_status dpl_check_mat(const char *name, const void *p, size_t ld, size_t widt
 void dpl_pack_rows(dpl_ctx *ctx, const float *rows, size_t n, size_t k, dpl_dtype dtype,
                    float *panels, void *packed);
 
-/* ---- path.c ---- */
+/* ---- model.c ---- */
 dpl_status dpl_api_apply(dpl_config *config, const char *const *settings, size_t n_settings);
 // Defaults with this dtype, and with `max_target_length` cut to the positions of the model.
 dpl_status dpl_api_defaults(const dpl_model_config *model, dpl_dtype dtype,
                             dpl_config **config_out);
-
-/* ---- model.c ---- */
 void dpl_api_describe(const dpl_model_config *c, dpl_dtype dtype, dpl_model_info *info);
 const char *dpl_api_dtype_name(dpl_dtype dtype);
 // What must hold before memory of that size is touched; the model checks the rest.

@@ -2,10 +2,10 @@
 //
 // Files, in the order of use:
 //   options.c    keys of MaxText and our own     model_options.c  from keys to the model's sizes
-//   data.c       batches                         schedule.c       learning rate
-//   optimizer.c  norm, clipping, AdamW           step.c           an optimizer step, an evaluation
-//   checkpoint.c what a run leaves behind        metrics.c        log line, metrics row
-//   trainer.c    opening, resuming               loop.c           the run
+//   data.c       batches                         optimizer.c      learning rate, clipping, AdamW
+//   step.c       an optimizer step, evaluation   checkpoint.c     what a run leaves behind
+//   metrics.c    log line, metrics row           trainer.c        opening, resuming
+//   loop.c       the run
 #pragma once
 
 #include <limits.h>
@@ -159,10 +159,6 @@ dpl_loss_rule dpl_options_loss(const dpl_options *o);
 // A fresh model's values, by weight_init, init_std and init_weights_seed.
 void dpl_options_init(const dpl_options *o, dpl_model *model);
 
-/* ---- learning rate (schedule.c) ---- */
-// Of a schedule of `length` steps, after `step` updates.
-double dpl_schedule_rate(const dpl_options *o, int64_t length, int64_t step);
-
 /* ---- data (data.c) ---- */
 typedef struct dpl_tokens { // (n_batch, n_seq) each, owned
     size_t n_batch, n_seq;
@@ -204,6 +200,8 @@ void dpl_data_eval(const dpl_data *data, uint64_t first, dpl_tokens *tokens);
 uint64_t dpl_shuffle(uint64_t n, uint64_t seed, uint64_t epoch, uint64_t i);
 
 /* ---- optimizer (optimizer.c) ---- */
+// Of a schedule of `length` steps, after `step` updates.
+double dpl_schedule_rate(const dpl_options *o, int64_t length, int64_t step);
 typedef struct dpl_optimizer {
     dpl_model *model;
     const dpl_options *o;
