@@ -84,8 +84,8 @@ static void tied_embedding_is_one_tensor(void **state) {
     assert_null(kit_disk(tied.model, "lm_head.weight"));
     const dpl_param *embed = dpl_model_param(tied.model, -1, DPL_P_EMBED);
     assert_null(dpl_model_param(tied.model, -1, DPL_P_HEAD));
-    assert_true(embed->in_panels); // it is the head's matrix as well
-    assert_false(dpl_model_param(untied.model, -1, DPL_P_EMBED)->in_panels);
+    assert_int_equal(embed->kind, DPL_MATRIX); // it is the head's matrix as well
+    assert_int_equal(dpl_model_param(untied.model, -1, DPL_P_EMBED)->kind, DPL_ROWS);
     // The copies of an MTP layer show the shared tensors.
     static const char *const copies[] = {"model.layers.2.embed_tokens.weight",
                                          "model.layers.2.shared_head.head.weight"};
@@ -166,7 +166,8 @@ static void check_column(kit *k, const char *name, size_t column) {
     w.n_groups = 1;
     dpl_gemm_forward(k->ctx, dpl_mat_f32(x, cols), &w, dpl_one_group(1), dpl_mat_f32(y, n));
     for (size_t r = 0; r < rows; r++) {
-        const size_t at = t->param->interleaved ? dpl_gate_column(r) + 16 * (size_t)t->part : r;
+        const bool two = t->param->kind == DPL_GATE_UP;
+        const size_t at = two ? dpl_gate_column(r) + 16 * (size_t)t->part : r;
         assert_true(y[at] ==
                     (float)(100 * r + column + 10000 * (size_t)t->part + 50000 * t->group));
     }

@@ -328,7 +328,7 @@ static void decay_alone(const char *mask, bool norms_decay) {
     for (size_t i = 0; i < t->model->params.n; i++) {
         const dpl_param *p = &t->model->params.list[i];
         for (size_t j = p->offset; j < p->offset + p->elems; j++) {
-            const double want = p->ones && !norms_decay ? before[j] : 0.99 * before[j];
+            const double want = p->kind == DPL_NORM && !norms_decay ? before[j] : 0.99 * before[j];
             assert_true(fabs(t->model->params.master[j] - want) <= 2e-7 * fabs(want));
         }
     }
@@ -371,7 +371,8 @@ static void not_finite_changes_nothing(void **state) {
     dpl_model_grad(t->model, experts)[experts->elems / 8 * 3 + 7] = INFINITY;
     double norm;
     check_error(dpl_optimizer_norm(&t->optimizer, &norm), DPL_ENUMERIC, "layer 1", "expert 3");
-    check_error(dpl_optimizer_norm(&t->optimizer, &norm), DPL_ENUMERIC, "mlp.experts", "not finite");
+    check_error(dpl_optimizer_norm(&t->optimizer, &norm), DPL_ENUMERIC, "mlp.experts",
+                "not finite");
     dpl_trainer_close(&t);
     dpl_trainer_close(&same);
     dpl_config_close(&config);

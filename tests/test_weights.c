@@ -173,7 +173,7 @@ static void random_models_survive_a_round_trip_in_shards(void **state) {
         // Fewer shards over them: the old ones are ignored.
         for (size_t i = 0; i < first.model->params.n; i++) {
             const dpl_param *p = &first.model->params.list[i];
-            if (p->ones) first.model->params.master[p->offset] = 9;
+            if (p->kind == DPL_NORM) first.model->params.master[p->offset] = 9;
         }
         check_ok(dpl_model_save(first.model, dir, DPL_F32, 20000));
         open_folder(dir, DPL_F32, &second);

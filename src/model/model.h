@@ -69,17 +69,23 @@ typedef enum dpl_param_id { // a bias follows its matrix; Q to O are the attenti
     // clang-format on
 } dpl_param_id;
 
-// Vectors and the untied embedding are plain row-major; matrices are in panels (ops.h).
+// A matrix is in panels (ops.h), in gate_up columns of gate and up alternate by 16. Row-major: rows
+// that are looked up (the untied embedding), vectors (a norm begins as ones, a bias as zeros).
+typedef enum dpl_param_kind {
+    DPL_MATRIX,
+    DPL_GATE_UP,
+    DPL_ROWS,
+    DPL_NORM,
+    DPL_BIAS
+} dpl_param_kind;
+
 typedef struct dpl_param {
     dpl_param_id id;
-    int layer; // -1: not in a layer. MTP module m is layer n_layers + m
-    bool in_panels;
-    bool interleaved;      // gate_up: columns of gate and up alternate by 16
+    dpl_param_kind kind;
+    int layer;             // -1: not in a layer. MTP module m is layer n_layers + m
     size_t n_groups, n, k; // gate_up: n = 2 * round_up(F, 16). A vector: 1, 1, its length
     size_t offset, elems;  // in the flat arrays, padding included; offset a multiple of 16
     size_t disk;           // index of its first tensor on disk
-    double fan_in;         // 0: a norm (ones) or a bias (zeros)
-    bool ones;
 } dpl_param;
 
 typedef struct dpl_params {
@@ -98,7 +104,7 @@ typedef struct dpl_disk_tensor {
     int64_t shape[2];
     const dpl_param *param; // NULL: a router bias
     size_t group;           // expert
-    int part;               // interleaved: 0 gate, 1 up; else 0
+    int part;               // gate_up: 0 gate, 1 up; else 0
     float *bias;            // router bias (E), F32 always on disk
     bool copy_of_shared;    // MTP: repeats embedding or head; must be equal when loaded
 } dpl_disk_tensor;

@@ -9,11 +9,9 @@
 #include "model/model.h"
 
 /* ---- the table ---- */
-typedef enum row_kind { MATRIX, GATE_UP, ROWS, NORM, BIAS } row_kind; // the last two are vectors
-
 typedef struct spec {
     dpl_param_id id;
-    row_kind kind;
+    dpl_param_kind kind;
     bool present;
     size_t n_groups, n, k;
     const char *name; // on disk, after "model.layers.N."; with a dot at its end: an MLP's folder
@@ -23,49 +21,40 @@ static bool is_expert(dpl_param_id id) {
     return id == DPL_P_EXPERT_GATE_UP || id == DPL_P_EXPERT_DOWN;
 }
 
-// Appends the slice (group, part) of `param`.
-static dpl_disk_tensor *add_disk(dpl_model *m, const spec *r, int layer, const dpl_param *param,
-                                 size_t group, int part) {
+// Appends the slice (group, part) of `param`; NULL: the router bias of the layer.
+static void add_disk(dpl_model *m, const spec *r, int layer, const dpl_param *param, size_t group,
+                     int part) {
     dpl_disk_tensor *t = &m->disk[m->n_disk++];
-    const bool vector = r->kind >= NORM, folder = r->name[strlen(r->name) - 1] == '.';
+    const bool vector = r->kind >= DPL_NORM, folder = r->name[strlen(r->name) - 1] == '.';
     *t = (dpl_disk_tensor){.param = param, .group = group, .part = part, .rank = vector ? 1 : 2};
     t->shape[0] = (int64_t)(vector ? r->k : r->n);
     t->shape[1] = (int64_t)(vector ? 1 : r->k);
+    t->copy_of_shared = param && param->layer != layer;
+    if (!param) t->bias = dpl_model_bias(m, (size_t)layer);
     char prefix[48] = "", expert[24] = "";
     if (layer >= 0) snprintf(prefix, sizeof prefix, "model.layers.%d.", layer);
     if (is_expert(r->id)) snprintf(expert, sizeof expert, "%zu.", group);
-    const char *const leaf = !folder              ? ""
-                             : r->kind != GATE_UP ? "down_proj.weight"
-                             : part == 0          ? "gate_proj.weight"
-                                                  : "up_proj.weight";
+    const char *const leaf = !folder                  ? ""
+                             : r->kind != DPL_GATE_UP ? "down_proj.weight"
+                             : part == 0              ? "gate_proj.weight"
+                                                      : "up_proj.weight";
     snprintf(t->name, sizeof t->name, "%s%s%s%s", prefix, r->name, expert, leaf);
-    return t;
 }
 
 static void add_param(dpl_model *m, int layer, const spec *r) {
     dpl_params *p = &m->params;
     dpl_param *param = &p->list[p->n++];
-    const bool panels = r->kind == MATRIX || r->kind == GATE_UP;
-    *param = (dpl_param){.id = r->id,
-                         .layer = layer,
-                         .in_panels = panels,
-                         .interleaved = r->kind == GATE_UP,
-                         .n_groups = r->n_groups,
-                         .n = r->kind == GATE_UP ? dpl_gate_up_width(r->n) : r->n,
-                         .k = r->k,
-                         .offset = p->elems,
-                         .disk = m->n_disk,
-                         .ones = r->kind == NORM};
-    param->fan_in = panels ? (double)r->k : r->kind == ROWS;
-    param->elems = panels ? r->n_groups * dpl_panel_elems(param->n, r->k) : r->n * r->k;
-    p->elems += dpl_round_up(param->elems, DPL_ALIGN / sizeof(float));
+    const bool two = r->kind == DPL_GATE_UP;
+    const size_t n = two ? dpl_gate_up_width(r->n) : r->n;
+    const size_t elems = r->n_groups *
+                         (r->kind <= DPL_GATE_UP ? dpl_panel_elems(n, r->k) : n * r->k);
+    *param = (dpl_param){r->id, r->kind, layer, r->n_groups, n, r->k, p->elems, elems, m->n_disk};
+    p->elems += dpl_round_up(elems, DPL_ALIGN / sizeof(float));
     m->by_id[(size_t)(layer + 1) * DPL_P_N + r->id] = param;
     for (size_t group = 0; group < r->n_groups; group++)
-        for (int part = 0; part < 1 + param->interleaved; part++)
-            add_disk(m, r, layer, param, group, part);
-    if (r->id != DPL_P_ROUTER) return;
-    const spec bias = {DPL_P_N, BIAS, true, 1, 1, r->n, "mlp.gate.e_score_correction_bias"};
-    add_disk(m, &bias, layer, NULL, 0, 0)->bias = dpl_model_bias(m, (size_t)layer);
+        for (int part = 0; part < 1 + two; part++) add_disk(m, r, layer, param, group, part);
+    const spec bias = {DPL_P_N, DPL_BIAS, true, 1, 1, r->n, "mlp.gate.e_score_correction_bias"};
+    if (r->id == DPL_P_ROUTER) add_disk(m, &bias, layer, NULL, 0, 0);
 }
 
 // The parameters of a layer, or (-1) those outside of layers.
@@ -79,35 +68,35 @@ static size_t list_specs(const dpl_model_config *c, int layer, spec specs_out[DP
     const size_t kv = c->n_heads * (c->d_nope + c->d_v), o = c->n_heads * c->d_v;
     // Untied, the embedding is looked up by rows and never multiplied; tied, it is the head's
     // matrix as well.
-    const row_kind embed = c->tied ? MATRIX : ROWS;
+    const dpl_param_kind embed = c->tied ? DPL_MATRIX : DPL_ROWS;
     const spec rows[] = {
         {DPL_P_EMBED, embed, out, 1, v, d, "model.embed_tokens.weight"},
-        {DPL_P_FINAL_NORM, NORM, out, 1, 1, d, "model.norm.weight"},
-        {DPL_P_HEAD, MATRIX, out && !c->tied, 1, v, d, "lm_head.weight"},
-        {DPL_P_MTP_ENORM, NORM, mtp, 1, 1, d, "enorm.weight"},
-        {DPL_P_MTP_HNORM, NORM, mtp, 1, 1, d, "hnorm.weight"},
-        {DPL_P_MTP_PROJ, MATRIX, mtp, 1, d, 2 * d, "eh_proj.weight"},
-        {DPL_P_MTP_NORM, NORM, mtp, 1, 1, d, "shared_head.norm.weight"},
-        {DPL_P_ATTN_NORM, NORM, in, 1, 1, d, "input_layernorm.weight"},
-        {DPL_P_Q, MATRIX, in && !lora, 1, qk, d, "self_attn.q_proj.weight"},
-        {DPL_P_Q_A, MATRIX, lora, 1, c->q_lora, d, "self_attn.q_a_proj.weight"},
-        {DPL_P_Q_A_BIAS, BIAS, lora && bias, 1, 1, c->q_lora, "self_attn.q_a_proj.bias"},
-        {DPL_P_Q_A_NORM, NORM, lora, 1, 1, c->q_lora, "self_attn.q_a_layernorm.weight"},
-        {DPL_P_Q_B, MATRIX, lora, 1, qk, c->q_lora, "self_attn.q_b_proj.weight"},
-        {DPL_P_KV_A, MATRIX, in, 1, kv_a, d, "self_attn.kv_a_proj_with_mqa.weight"},
-        {DPL_P_KV_A_BIAS, BIAS, bias, 1, 1, kv_a, "self_attn.kv_a_proj_with_mqa.bias"},
-        {DPL_P_KV_A_NORM, NORM, in, 1, 1, c->kv_lora, "self_attn.kv_a_layernorm.weight"},
-        {DPL_P_KV_B, MATRIX, in, 1, kv, c->kv_lora, "self_attn.kv_b_proj.weight"},
-        {DPL_P_O, MATRIX, in, 1, d, o, "self_attn.o_proj.weight"},
-        {DPL_P_O_BIAS, BIAS, bias, 1, 1, d, "self_attn.o_proj.bias"},
-        {DPL_P_MLP_NORM, NORM, in, 1, 1, d, "post_attention_layernorm.weight"},
-        {DPL_P_GATE_UP, GATE_UP, dense, 1, c->mlp_f, d, "mlp."},
-        {DPL_P_DOWN, MATRIX, dense, 1, d, c->mlp_f, "mlp."},
-        {DPL_P_ROUTER, MATRIX, moe, 1, e, d, "mlp.gate.weight"},
-        {DPL_P_EXPERT_GATE_UP, GATE_UP, moe, e, f, d, "mlp.experts."},
-        {DPL_P_EXPERT_DOWN, MATRIX, moe, e, d, f, "mlp.experts."},
-        {DPL_P_SHARED_GATE_UP, GATE_UP, shared, 1, shared_f, d, "mlp.shared_experts."},
-        {DPL_P_SHARED_DOWN, MATRIX, shared, 1, d, shared_f, "mlp.shared_experts."}};
+        {DPL_P_FINAL_NORM, DPL_NORM, out, 1, 1, d, "model.norm.weight"},
+        {DPL_P_HEAD, DPL_MATRIX, out && !c->tied, 1, v, d, "lm_head.weight"},
+        {DPL_P_MTP_ENORM, DPL_NORM, mtp, 1, 1, d, "enorm.weight"},
+        {DPL_P_MTP_HNORM, DPL_NORM, mtp, 1, 1, d, "hnorm.weight"},
+        {DPL_P_MTP_PROJ, DPL_MATRIX, mtp, 1, d, 2 * d, "eh_proj.weight"},
+        {DPL_P_MTP_NORM, DPL_NORM, mtp, 1, 1, d, "shared_head.norm.weight"},
+        {DPL_P_ATTN_NORM, DPL_NORM, in, 1, 1, d, "input_layernorm.weight"},
+        {DPL_P_Q, DPL_MATRIX, in && !lora, 1, qk, d, "self_attn.q_proj.weight"},
+        {DPL_P_Q_A, DPL_MATRIX, lora, 1, c->q_lora, d, "self_attn.q_a_proj.weight"},
+        {DPL_P_Q_A_BIAS, DPL_BIAS, lora && bias, 1, 1, c->q_lora, "self_attn.q_a_proj.bias"},
+        {DPL_P_Q_A_NORM, DPL_NORM, lora, 1, 1, c->q_lora, "self_attn.q_a_layernorm.weight"},
+        {DPL_P_Q_B, DPL_MATRIX, lora, 1, qk, c->q_lora, "self_attn.q_b_proj.weight"},
+        {DPL_P_KV_A, DPL_MATRIX, in, 1, kv_a, d, "self_attn.kv_a_proj_with_mqa.weight"},
+        {DPL_P_KV_A_BIAS, DPL_BIAS, bias, 1, 1, kv_a, "self_attn.kv_a_proj_with_mqa.bias"},
+        {DPL_P_KV_A_NORM, DPL_NORM, in, 1, 1, c->kv_lora, "self_attn.kv_a_layernorm.weight"},
+        {DPL_P_KV_B, DPL_MATRIX, in, 1, kv, c->kv_lora, "self_attn.kv_b_proj.weight"},
+        {DPL_P_O, DPL_MATRIX, in, 1, d, o, "self_attn.o_proj.weight"},
+        {DPL_P_O_BIAS, DPL_BIAS, bias, 1, 1, d, "self_attn.o_proj.bias"},
+        {DPL_P_MLP_NORM, DPL_NORM, in, 1, 1, d, "post_attention_layernorm.weight"},
+        {DPL_P_GATE_UP, DPL_GATE_UP, dense, 1, c->mlp_f, d, "mlp."},
+        {DPL_P_DOWN, DPL_MATRIX, dense, 1, d, c->mlp_f, "mlp."},
+        {DPL_P_ROUTER, DPL_MATRIX, moe, 1, e, d, "mlp.gate.weight"},
+        {DPL_P_EXPERT_GATE_UP, DPL_GATE_UP, moe, e, f, d, "mlp.experts."},
+        {DPL_P_EXPERT_DOWN, DPL_MATRIX, moe, e, d, f, "mlp.experts."},
+        {DPL_P_SHARED_GATE_UP, DPL_GATE_UP, shared, 1, shared_f, d, "mlp.shared_experts."},
+        {DPL_P_SHARED_DOWN, DPL_MATRIX, shared, 1, d, shared_f, "mlp.shared_experts."}};
     size_t n = 0;
     for (size_t i = 0; i < DPL_COUNT(rows); i++)
         if (rows[i].present) specs_out[n++] = rows[i];
@@ -120,9 +109,9 @@ double dpl_params_count(const dpl_model_config *c, bool mtp, size_t n_experts, b
         spec rows[DPL_P_N];
         const spec *end = rows + list_specs(c, layer, rows);
         for (const spec *r = rows; r < end; r++) {
-            if (multiplied && (r->kind > GATE_UP || r->id == DPL_P_MTP_PROJ)) continue;
+            if (multiplied && (r->kind > DPL_GATE_UP || r->id == DPL_P_MTP_PROJ)) continue;
             const double groups = (double)(is_expert(r->id) ? n_experts : 1);
-            total += groups * (double)r->n * (double)r->k * (r->kind == GATE_UP ? 2 : 1);
+            total += groups * (double)r->n * (double)r->k * (r->kind == DPL_GATE_UP ? 2 : 1);
         }
     }
     return total;
@@ -131,23 +120,22 @@ double dpl_params_count(const dpl_model_config *c, bool mtp, size_t n_experts, b
 static void build_table(dpl_model *m) {
     const dpl_model_config *c = &m->config;
     // Public files repeat embedding and head under each MTP layer.
-    const spec copies[] = {{DPL_P_EMBED, ROWS, true, 1, c->vocab, c->d, "embed_tokens.weight"},
-                           {c->tied ? DPL_P_EMBED : DPL_P_HEAD, ROWS, true, 1, c->vocab, c->d,
+    const spec copies[] = {{DPL_P_EMBED, DPL_ROWS, true, 1, c->vocab, c->d, "embed_tokens.weight"},
+                           {c->tied ? DPL_P_EMBED : DPL_P_HEAD, DPL_ROWS, true, 1, c->vocab, c->d,
                             "shared_head.head.weight"}};
     for (int layer = -1; layer < (int)(c->n_layers + c->n_mtp); layer++) {
         spec rows[DPL_P_N];
         const size_t n = list_specs(c, layer, rows);
         for (size_t i = 0; i < n; i++) add_param(m, layer, &rows[i]);
         for (size_t i = 0; i < DPL_COUNT(copies) && layer >= (int)c->n_layers; i++)
-            add_disk(m, &copies[i], layer, dpl_model_param(m, -1, copies[i].id), 0, 0)
-                ->copy_of_shared = true;
+            add_disk(m, &copies[i], layer, dpl_model_param(m, -1, copies[i].id), 0, 0);
     }
 }
 
 void dpl_param_name(const dpl_model *model, const dpl_param *param, char *text, size_t size) {
-    const char *more = param->n_groups > 1  ? " and the other experts'"
-                       : param->interleaved ? " and up_proj"
-                                            : "";
+    const char *more = param->n_groups > 1          ? " and the other experts'"
+                       : param->kind == DPL_GATE_UP ? " and up_proj"
+                                                    : "";
     snprintf(text, size, "%s%s", model->disk[param->disk].name, more);
 }
 
@@ -171,10 +159,10 @@ static dpl_status build(dpl_model *m) {
     if (!m->by_id || !m->params.list || !m->router_bias || !m->counts || !m->disk)
         return dpl_fail(DPL_ENOMEM, "no memory for the tensor table of %zu layers", layers);
     build_table(m);
+    const bool copy = m->dtype == DPL_BF16;
     m->params.master = alloc_flat(m, sizeof(float), "fp32 weights");
-    if (!m->params.master || m->dtype == DPL_F32) return m->params.master ? DPL_OK : DPL_ENOMEM;
-    m->params.copy = alloc_flat(m, sizeof(uint16_t), "bf16 weights");
-    return m->params.copy ? DPL_OK : DPL_ENOMEM;
+    if (copy) m->params.copy = alloc_flat(m, sizeof(uint16_t), "bf16 weights");
+    return m->params.master && (m->params.copy || !copy) ? DPL_OK : DPL_ENOMEM;
 }
 
 dpl_status dpl_model_begin_training(dpl_model *m) {
@@ -200,12 +188,9 @@ dpl_status dpl_model_create(dpl_ctx *ctx, dpl_comm *comm, const dpl_model_config
     const size_t shared_f = config->moe_f * config->n_shared;
     m->moe = (dpl_moe_shape){config->d, config->moe_f, shared_f, rule, dtype};
     const dpl_status status = build(m);
-    if (status != DPL_OK) {
-        dpl_model_destroy(&m);
-        return status;
-    }
-    *model_out = m;
-    return DPL_OK;
+    if (status == DPL_OK) *model_out = m;
+    else dpl_model_destroy(&m);
+    return status;
 }
 
 void dpl_model_destroy(dpl_model **model) {
@@ -239,9 +224,10 @@ dpl_weight dpl_model_weight(const dpl_model *m, const dpl_param *param) {
 // Where row `r` of the slice begins, and the step from one column to the next.
 static size_t slice_row(const dpl_disk_tensor *t, size_t r, size_t *step_out) {
     const dpl_param *p = t->param;
-    *step_out = p->in_panels ? DPL_PANEL : 1;
-    if (!p->in_panels) return p->offset + r * p->k;
-    const size_t n = p->interleaved ? dpl_gate_column(r) + 16 * (size_t)t->part : r;
+    const bool panels = p->kind <= DPL_GATE_UP;
+    *step_out = panels ? DPL_PANEL : 1;
+    if (!panels) return p->offset + r * p->k;
+    const size_t n = p->kind == DPL_GATE_UP ? dpl_gate_column(r) + 16 * (size_t)t->part : r;
     return p->offset + t->group * dpl_panel_elems(p->n, p->k) + dpl_panel_index(n, 0, p->k);
 }
 
@@ -269,7 +255,7 @@ void dpl_disk_scatter(const dpl_disk_tensor *t, float *flat, const float *values
 // An element's value is a function of the seed, its tensor's name on disk and its place there: it
 // depends neither on the number of threads nor on the order in memory.
 typedef struct init_task {
-    dpl_model *model;
+    float *flat;
     const dpl_disk_tensor *tensor;
     uint64_t seed, stream;
     double std;
@@ -277,11 +263,13 @@ typedef struct init_task {
 } init_task;
 
 static double draw(const init_task *task, uint64_t counter) {
-    if (!task->truncated) return dpl_rng_normal(task->seed, task->stream, counter);
+    const dpl_param_kind kind = task->tensor->param->kind;
+    if (kind >= DPL_NORM) return kind == DPL_NORM;
+    if (!task->truncated) return task->std * dpl_rng_normal(task->seed, task->stream, counter);
     // Cut at two sigma; the divisor is the standard deviation of what is left.
     for (uint64_t again = 0;; again++) {
         const double z = dpl_rng_normal(task->seed, task->stream + again, counter);
-        if (fabs(z) <= 2) return z / 0.87962566103423978;
+        if (fabs(z) <= 2) return task->std * (z / 0.87962566103423978);
     }
 }
 
@@ -289,41 +277,35 @@ static void init_row(void *arg, size_t row, int i_thread) {
     (void)i_thread;
     const init_task *task = arg;
     size_t step;
-    float *dst = task->model->params.master + slice_row(task->tensor, row, &step);
+    float *dst = task->flat + slice_row(task->tensor, row, &step);
     const size_t k = task->tensor->param->k;
-    for (size_t i = 0; i < k; i++) dst[i * step] = (float)(task->std * draw(task, row * k + i));
+    for (size_t i = 0; i < k; i++) dst[i * step] = (float)draw(task, row * k + i);
 }
 
-static double fan_in(const dpl_model_config *c, const dpl_param *p, dpl_init_rule rule) {
-    if (rule == DPL_INIT_FAN_IN) return p->fan_in;
+static double fan_in(const dpl_model_config *c, const dpl_param *p, bool maxtext) {
     // MaxText: 1 for the embedding even when it is the head too; the experts' axis goes into the
     // fan, and the wrong one of the two others.
-    if (p->id == DPL_P_EMBED) return 1;
-    if (p->id == DPL_P_EXPERT_GATE_UP) return (double)c->n_experts * (double)c->moe_f;
-    if (p->id == DPL_P_EXPERT_DOWN) return (double)c->n_experts * (double)c->d;
-    return p->fan_in;
+    if (p->kind == DPL_ROWS || (maxtext && p->id == DPL_P_EMBED)) return 1;
+    if (!maxtext || !is_expert(p->id)) return (double)p->k;
+    return (double)c->n_experts * (double)(p->id == DPL_P_EXPERT_DOWN ? c->d : c->moe_f);
 }
 
 void dpl_model_init(dpl_model *m, dpl_init_rule rule, double std, uint64_t seed) {
-    for (size_t i = 0; i < m->params.n; i++) {
-        const dpl_param *p = &m->params.list[i];
-        for (size_t j = 0; p->fan_in == 0 && j < p->k; j++)
-            m->params.master[p->offset + j] = p->ones;
-    }
+    const bool normal = rule == DPL_INIT_NORMAL, maxtext = rule == DPL_INIT_MAXTEXT;
     for (size_t i = 0; i < m->n_disk; i++) {
         const dpl_disk_tensor *t = &m->disk[i];
-        if (!t->param || t->copy_of_shared || t->param->fan_in == 0) continue;
+        if (t->bias) memset(t->bias, 0, m->config.n_experts * sizeof(float));
+        if (t->bias || t->copy_of_shared) continue;
         const dpl_param_id id = t->param->id;
-        const bool normal = rule == DPL_INIT_NORMAL, attention = id >= DPL_P_Q && id <= DPL_P_O;
-        init_task task = {.model = m,
-                          .tensor = t,
-                          .seed = seed,
-                          .stream = dpl_hash64(t->name, strlen(t->name), 0),
-                          .std = normal ? std : 1 / sqrt(fan_in(&m->config, t->param, rule)),
-                          .truncated = !normal && id != DPL_P_EMBED && !attention};
+        const bool attention = id >= DPL_P_Q && id <= DPL_P_O;
+        const double size = normal ? std : 1 / sqrt(fan_in(&m->config, t->param, maxtext));
+        init_task task = {m->params.master,
+                          t,
+                          seed,
+                          dpl_hash64(t->name, strlen(t->name), 0),
+                          size,
+                          !normal && id != DPL_P_EMBED && !attention};
         dpl_pool_run(m->ctx->pool, slice_rows(t), init_row, &task);
     }
-    for (size_t i = 0; i < m->n_disk; i++)
-        if (m->disk[i].bias) memset(m->disk[i].bias, 0, m->config.n_experts * sizeof(float));
     dpl_model_refresh(m);
 }
