@@ -98,24 +98,39 @@ static size_t gate_width(const dpl_layer *layer, int i) {
     return i == GATE_UP ? layer->shape.f : i == SHARED_GATE_UP ? layer->shape.shared_f : 0;
 }
 
-// Weight i from row-major (groups, n, k), or from gate and up (groups, f, k).
-static void pack(dpl_layer *layer, int i, const float *rows, const float *up) {
+// Weight i from row-major (groups, n, k), or from gate and up (groups, f, k); or its gradient to
+// them, without those that are NULL.
+static void copy(dpl_layer *layer, bool set, int i, const float *array, const float *up) {
     const dpl_weight *w = &layer->weight[i];
     const size_t k = w->k, f = gate_width(layer, i), elems = dpl_panel_elems(w->n, k);
-    const size_t bytes = f ? w->n * k * sizeof *rows : 0, mark = dpl_ctx_mark(layer->ctx);
+    const size_t bytes = f ? w->n * k * sizeof *array : 0, mark = dpl_ctx_mark(layer->ctx);
     float *panels = dpl_ctx_alloc(layer->ctx, elems * sizeof *panels);
     float *both = memset(dpl_ctx_alloc(layer->ctx, bytes), 0, bytes);
-    for (size_t g = 0; g < w->n_groups; g++) {
-        for (size_t r = 0; r < f; r++) {
-            float *row = both + dpl_gate_column(r) * k;
-            memcpy(row, rows + (g * f + r) * k, k * sizeof *row);
-            memcpy(row + 16 * k, up + (g * f + r) * k, k * sizeof *row);
+    for (size_t g = 0; g < w->n_groups && (array || up); g++) {
+        float *rows = f ? both : (float *)(uintptr_t)array + g * w->n * k;
+        if (!set) dpl_panel_unpack(layer->ctx, layer->grad[i] + g * elems, w->n, k, rows);
+        dpl_ctx_wait(layer->ctx);
+        for (size_t r = 0; r < 2 * f; r++) { // of gate, then of up
+            float *theirs = (float *)(uintptr_t)(r < f ? array : up);
+            if (!theirs) continue;
+            theirs += (g * f + r % f) * k;
+            float *ours = both + (dpl_gate_column(r % f) + r / f * 16) * k;
+            memcpy(set ? ours : theirs, set ? theirs : ours, k * sizeof *ours);
         }
-        dpl_pack_rows(layer->ctx, f ? both : rows + g * w->n * k, w->n, k, w->dtype, panels,
-                      (uint8_t *)layer->packed[i] + g * elems * dpl_dtype_bytes(w->dtype));
+        if (set)
+            dpl_pack_rows(layer->ctx, rows, w->n, k, w->dtype, panels,
+                          (uint8_t *)layer->packed[i] + g * elems * dpl_dtype_bytes(w->dtype));
         dpl_ctx_wait(layer->ctx);
     }
     dpl_ctx_release(layer->ctx, mark);
+}
+
+static void copy_all(dpl_layer *layer, bool set, const dpl_layer_weights *w) {
+    copy(layer, set, ROUTER, w->router, NULL);
+    copy(layer, set, GATE_UP, w->gate, w->up);
+    copy(layer, set, DOWN, w->down, NULL);
+    copy(layer, set, SHARED_GATE_UP, w->shared_gate, w->shared_up);
+    copy(layer, set, SHARED_DOWN, w->shared_down, NULL);
 }
 
 dpl_status dpl_layer_set_weights(dpl_layer *layer, const dpl_layer_weights *w) {
@@ -127,39 +142,15 @@ dpl_status dpl_layer_set_weights(dpl_layer *layer, const dpl_layer_weights *w) {
     DPL_TRY(dpl_check_finite("bias", w->bias, e));
     layer->weights.bias = w->bias ? layer->bias : NULL;
     if (w->bias) memcpy(layer->bias, w->bias, e * sizeof *layer->bias);
-    pack(layer, ROUTER, w->router, NULL);
-    pack(layer, GATE_UP, w->gate, w->up);
-    pack(layer, DOWN, w->down, NULL);
-    pack(layer, SHARED_GATE_UP, w->shared_gate, w->shared_up);
-    pack(layer, SHARED_DOWN, w->shared_down, NULL);
+    copy_all(layer, true, w);
     return DPL_OK;
-}
-
-static void unpack(const dpl_layer *layer, int i, float *rows, float *up) {
-    const dpl_weight *w = &layer->weight[i];
-    const size_t k = w->k, f = gate_width(layer, i), elems = dpl_panel_elems(w->n, k);
-    const size_t mark = dpl_ctx_mark(layer->ctx);
-    float *both = dpl_ctx_alloc(layer->ctx, f ? w->n * k * sizeof *both : 0);
-    for (size_t g = 0; g < w->n_groups && (rows || up); g++) {
-        dpl_panel_unpack(layer->ctx, layer->grad[i] + g * elems, w->n, k,
-                         f ? both : rows + g * w->n * k);
-        dpl_ctx_wait(layer->ctx);
-        for (size_t r = 0; r < f; r++) {
-            const float *row = both + dpl_gate_column(r) * k;
-            if (rows) memcpy(rows + (g * f + r) * k, row, k * sizeof *row);
-            if (up) memcpy(up + (g * f + r) * k, row + 16 * k, k * sizeof *row);
-        }
-    }
-    dpl_ctx_release(layer->ctx, mark);
 }
 
 dpl_status dpl_layer_get_gradients(dpl_layer *layer, const dpl_layer_gradients *g) {
     DPL_NEED(layer && g);
-    unpack(layer, ROUTER, g->router, NULL);
-    unpack(layer, GATE_UP, g->gate, g->up);
-    unpack(layer, DOWN, g->down, NULL);
-    unpack(layer, SHARED_GATE_UP, g->shared_gate, g->shared_up);
-    unpack(layer, SHARED_DOWN, g->shared_down, NULL);
+    const dpl_layer_weights to = {g->router, NULL,           g->gate,      g->up,
+                                  g->down,   g->shared_gate, g->shared_up, g->shared_down};
+    copy_all(layer, false, &to);
     return DPL_OK;
 }
 

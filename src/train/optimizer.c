@@ -9,9 +9,9 @@
 
 #include "train/train.h"
 
-// MaxText's cosine and warm-up/stable/decay curves. The index is the number of updates already made,
-// so step 0 has rate 0 when there is a warm-up. Every division is guarded: any combination of
-// fractions and lengths gives a finite rate.
+// MaxText's cosine and warm-up/stable/decay curves. `step` counts the updates already made, so step
+// 0 has rate 0 when there is a warm-up. Every division is guarded: any combination of fractions and
+// lengths gives a finite rate.
 double dpl_schedule_rate(const dpl_options *o, int64_t length, int64_t step) {
     const bool wsd = dpl_is(o->lr_schedule_type, "wsd");
     const double first = o->learning_rate, last = first * o->learning_rate_final_fraction;
