@@ -7,6 +7,7 @@
 #include <stdio.h>
 
 static const dpl_comm_ops *const transports[] = {&dpl_comm_self};
+#define TRANSPORTS "self" // their names, for an error
 
 typedef struct verdict {
     int32_t status;
@@ -14,24 +15,17 @@ typedef struct verdict {
 } verdict;
 
 dpl_status dpl_comm_open(const char *transport, const char *spec, dpl_comm **comm_out) {
-    char names[256] = "";
-    for (size_t i = 0; i < DPL_COUNT(transports); i++) {
-        const dpl_comm_ops *ops = transports[i];
-        if (strcmp(ops->name, transport) != 0) {
-            const size_t used = strlen(names);
-            snprintf(names + used, sizeof names - used, "%s%s", used ? ", " : "", ops->name);
-            continue;
-        }
-        dpl_comm *comm = dpl_alloc(sizeof *comm);
-        if (!comm) return dpl_fail(DPL_ENOMEM, "no memory for a communicator");
-        comm->ops = ops;
-        const dpl_status status = ops->open(spec, comm);
-        if (status == DPL_OK) *comm_out = comm;
-        else dpl_free(comm);
-        return status;
-    }
-    return dpl_fail(DPL_EINVAL, "transport '%s' is not built in, expected one of: %s", transport,
-                    names);
+    const dpl_comm_ops *ops = NULL;
+    for (size_t i = 0; i < DPL_COUNT(transports); i++)
+        if (!strcmp(transports[i]->name, transport)) ops = transports[i];
+    DPL_CHECK(ops, "transport '%s' is not built in, expected one of: " TRANSPORTS, transport);
+    dpl_comm *comm = dpl_alloc(sizeof *comm);
+    DPL_EXPECT(comm, DPL_ENOMEM, "no memory for a communicator");
+    comm->ops = ops;
+    const dpl_status status = ops->open(spec, comm);
+    if (status == DPL_OK) *comm_out = comm;
+    else dpl_free(comm);
+    return status;
 }
 
 void dpl_comm_close(dpl_comm **comm) {

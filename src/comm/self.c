@@ -8,9 +8,8 @@ static dpl_status check_alive(const dpl_comm *comm) {
 }
 
 static dpl_status open_self(const char *spec, dpl_comm *comm) {
-    if (spec && *spec) return dpl_fail(DPL_EINVAL, "self: '%s' given, expected no options", spec);
-    comm->rank = 0;
-    comm->n_ranks = 1;
+    DPL_CHECK(!spec || !*spec, "self: '%s' given, expected no options", spec);
+    comm->n_ranks = 1; // and rank 0
     return DPL_OK;
 }
 
@@ -21,9 +20,8 @@ static void close_self(dpl_comm *comm) {
 static dpl_status all_to_all(dpl_comm *comm, dpl_blocks send, dpl_blocks receive,
                              dpl_ticket *ticket_out) {
     DPL_TRY(check_alive(comm));
-    if (send.bytes[0] != receive.bytes[0])
-        return dpl_fail(DPL_EINVAL, "self: %zu bytes sent, %zu expected", send.bytes[0],
-                        receive.bytes[0]);
+    DPL_CHECK(send.bytes[0] == receive.bytes[0], "self: %zu bytes sent, %zu expected",
+              send.bytes[0], receive.bytes[0]);
     memmove((uint8_t *)receive.p + receive.offset[0], (uint8_t *)send.p + send.offset[0],
             send.bytes[0]);
     *ticket_out = (dpl_ticket){0};

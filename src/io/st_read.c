@@ -111,16 +111,14 @@ static dpl_status check_layout(const part *file, dpl_st_tensor *tensors, size_t 
     qsort(tensors, n_tensors, sizeof *tensors, by_data);
     const uint8_t *expected = file->data, *end = file->map.data + file->map.bytes;
     for (const dpl_st_tensor *tensor = tensors; tensor < tensors + n_tensors; tensor++) {
-        if (tensor->data != expected)
-            return dpl_fail(DPL_EFORMAT, "%s: byte %zu: tensor %.200s %s", file->path,
-                            (size_t)(tensor->data - file->map.data), tensor->name,
-                            tensor->data < expected ? "overlaps the one before it"
-                                                    : "has a hole before it");
+        DPL_EXPECT(tensor->data == expected, DPL_EFORMAT, "%s: byte %zu: tensor %.200s %s",
+                   file->path, (size_t)(tensor->data - file->map.data), tensor->name,
+                   tensor->data < expected ? "overlaps the one before it" : "has a hole before it");
         expected += tensor->bytes;
     }
-    if (expected == end) return DPL_OK;
-    return dpl_fail(DPL_EFORMAT, "%s: byte %zu: %zu bytes that belong to no tensor", file->path,
-                    (size_t)(expected - file->map.data), (size_t)(end - expected));
+    DPL_EXPECT(expected == end, DPL_EFORMAT, "%s: byte %zu: %zu bytes that belong to no tensor",
+               file->path, (size_t)(expected - file->map.data), (size_t)(end - expected));
+    return DPL_OK;
 }
 
 // Appends a file's tensors to those of `all`, where there is room for them.
@@ -132,9 +130,8 @@ static dpl_status take_tensors(const part *file, dpl_st_file *all) {
         if (!strcmp(name, "__metadata__")) continue;
         *next = (dpl_st_tensor){.name = name, .file = file->path};
         const char *wrong = parse_tensor(file, entry, next++);
-        if (wrong)
-            return dpl_fail(DPL_EFORMAT, "%s: byte %zu: tensor %.200s has %s", file->path,
-                            entry_offset(file, name), name, wrong);
+        DPL_EXPECT(!wrong, DPL_EFORMAT, "%s: byte %zu: tensor %.200s has %s", file->path,
+                   entry_offset(file, name), name, wrong);
     }
     all->n_tensors = (size_t)(next - all->tensors);
     return check_layout(file, first, (size_t)(next - first));
@@ -144,24 +141,23 @@ static dpl_status read_header(part *file) {
     const dpl_map *map = &file->map;
     uint64_t bytes = 0;
     if (map->bytes >= 8) memcpy(&bytes, map->data, 8);
-    if (bytes < 2 || bytes > DPL_ST_HEADER_MAX || bytes > map->bytes - 8)
-        return dpl_fail(DPL_EFORMAT, "%s: byte 0: no safetensors: a header of %llu bytes of %zu",
-                        file->path, (unsigned long long)bytes, map->bytes);
+    DPL_EXPECT(bytes >= 2 && bytes <= DPL_ST_HEADER_MAX && bytes <= map->bytes - 8, DPL_EFORMAT,
+               "%s: byte 0: no safetensors: a header of %llu bytes of %zu", file->path,
+               (unsigned long long)bytes, map->bytes);
     file->data = map->data + 8 + bytes;
-    if (map->data[8] != '{')
-        return dpl_fail(DPL_EFORMAT, "%s: byte 8: the header does not start with '{'", file->path);
+    DPL_EXPECT(map->data[8] == '{', DPL_EFORMAT, "%s: byte 8: the header does not start with '{'",
+               file->path);
     json_error_t error;
     file->header = json_loadb((const char *)map->data + 8, bytes, JSON_REJECT_DUPLICATES, &error);
-    if (!file->header)
-        return dpl_fail(DPL_EFORMAT, "%s: byte %d: header: %s", file->path, 8 + error.position,
-                        error.text);
+    DPL_EXPECT(file->header, DPL_EFORMAT, "%s: byte %d: header: %s", file->path, 8 + error.position,
+               error.text);
     json_t *metadata = json_object_get(file->header, "__metadata__"), *value;
     const char *key;
     bool strings = !metadata || json_is_object(metadata);
     json_object_foreach(metadata, key, value) strings = strings && json_is_string(value);
-    if (strings) return DPL_OK;
-    return dpl_fail(DPL_EFORMAT, "%s: byte %zu: __metadata__ is not a map of strings", file->path,
-                    entry_offset(file, "__metadata__"));
+    DPL_EXPECT(strings, DPL_EFORMAT, "%s: byte %zu: __metadata__ is not a map of strings",
+               file->path, entry_offset(file, "__metadata__"));
+    return DPL_OK;
 }
 
 // The file of that name, opened the first time.
@@ -171,8 +167,8 @@ static dpl_status open_part(dpl_st_file *all, const char *dir, const char *name,
     part *file = all->parts;
     while (file && strcmp(file->path, path)) file = file->next;
     if (!file) {
-        if (!(file = dpl_alloc(sizeof *file)))
-            return dpl_fail(DPL_ENOMEM, "no memory to open %s", path);
+        file = dpl_alloc(sizeof *file);
+        DPL_EXPECT(file, DPL_ENOMEM, "no memory to open %s", path);
         strcpy(file->path, path);
         file->next = all->parts;
         all->parts = file; // From here on closing frees it.
@@ -188,17 +184,15 @@ static dpl_status open_part(dpl_st_file *all, const char *dir, const char *name,
 static dpl_status open_map(dpl_st_file *all, const char *dir, const char *path, json_t *map) {
     const char *tensor;
     json_t *value;
-    if (!json_is_object(map)) return dpl_fail(DPL_EFORMAT, "%s: no object named weight_map", path);
+    DPL_EXPECT(json_is_object(map), DPL_EFORMAT, "%s: no object named weight_map", path);
     json_object_foreach(map, tensor, value) {
         const char *name = json_string_value(value);
         part *file;
-        if (!name || !*name || strchr(name, '/'))
-            return dpl_fail(DPL_EFORMAT, "%s: weight_map: tensor %.200s: no file in this folder",
-                            path, tensor);
+        DPL_EXPECT(name && *name && !strchr(name, '/'), DPL_EFORMAT,
+                   "%s: weight_map: tensor %.200s: no file in this folder", path, tensor);
         DPL_TRY(open_part(all, dir, name, &file));
-        if (!strcmp(tensor, "__metadata__") || !json_object_get(file->header, tensor))
-            return dpl_fail(DPL_EFORMAT, "%s: weight_map: tensor %.200s is not in %s", path, tensor,
-                            name);
+        DPL_EXPECT(strcmp(tensor, "__metadata__") && json_object_get(file->header, tensor),
+                   DPL_EFORMAT, "%s: weight_map: tensor %.200s is not in %s", path, tensor, name);
     }
     return DPL_OK;
 }
@@ -208,8 +202,8 @@ static dpl_status open_dir(dpl_st_file *all, const char *dir) {
     DPL_TRY(dpl_path_join(dir, DPL_ST_SINGLE, single));
     DPL_TRY(dpl_path_join(dir, DPL_ST_INDEX, index));
     const bool has_single = dpl_path_exists(single), has_index = dpl_path_exists(index);
-    if (!has_single && !has_index)
-        return dpl_fail(DPL_EIO, "%s: neither " DPL_ST_SINGLE " nor an index is there", dir);
+    DPL_EXPECT(has_single || has_index, DPL_EIO,
+               "%s: neither " DPL_ST_SINGLE " nor an index is there", dir);
     if (has_single && has_index)
         dpl_log("note: %s has " DPL_ST_SINGLE " and an index; the index is not used", dir);
     if (has_single) return open_part(all, dir, DPL_ST_SINGLE, &(part *){NULL});
@@ -223,9 +217,9 @@ static dpl_status check_index(const dpl_st_file *all) {
     uint64_t bytes = 0;
     for (const dpl_st_tensor *t = all->tensors; t < all->tensors + all->n_tensors; t++) {
         const char *listed = json_string_value(json_object_get(map, t->name));
-        if (!listed || strcmp(listed, strrchr(t->file, '/') + 1))
-            return dpl_fail(DPL_EFORMAT, "%s: holds tensor %.200s, which the index puts %s%s",
-                            t->file, t->name, listed ? "in " : "nowhere", listed ? listed : "");
+        DPL_EXPECT(listed && !strcmp(listed, strrchr(t->file, '/') + 1), DPL_EFORMAT,
+                   "%s: holds tensor %.200s, which the index puts %s%s", t->file, t->name,
+                   listed ? "in " : "nowhere", listed ? listed : "");
         bytes += t->bytes;
     }
     // Public models exist whose total_size is wrong though all weights are there.
@@ -239,14 +233,14 @@ static dpl_status check_index(const dpl_st_file *all) {
 /* ---- either --------------------------------------------------------------------------------- */
 static dpl_status open_all(dpl_st_file *all, const char *path) {
     size_t n_max = 0;
-    if (!all) return dpl_fail(DPL_ENOMEM, "no memory to open %s", path);
+    DPL_EXPECT(all, DPL_ENOMEM, "no memory to open %s", path);
     DPL_TRY(dpl_path_join("", path, all->path));
     if (dpl_path_is_dir(path)) DPL_TRY(open_dir(all, path));
     else DPL_TRY(open_part(all, "", path, &(part *){NULL}));
     for (const part *file = all->parts; file; file = file->next)
         n_max += json_object_size(file->header);
-    if (!(all->tensors = dpl_alloc_array(n_max, sizeof *all->tensors)))
-        return dpl_fail(DPL_ENOMEM, "no memory for the headers of %s", path);
+    all->tensors = dpl_alloc_array(n_max, sizeof *all->tensors);
+    DPL_EXPECT(all->tensors, DPL_ENOMEM, "no memory for the headers of %s", path);
     for (const part *file = all->parts; file; file = file->next) DPL_TRY(take_tensors(file, all));
     qsort(all->tensors, all->n_tensors, sizeof *all->tensors, by_name);
     return all->index ? check_index(all) : DPL_OK;
@@ -314,17 +308,15 @@ dpl_status dpl_st_read_i32(const dpl_st_tensor *tensor, int64_t low, int64_t hig
     const char *name = dpl_st_dtype_name(tensor->dtype);
     const size_t width = dpl_st_dtype_bytes(tensor->dtype), n_bits_unused = 64 - 8 * width;
     const bool is_signed = *name == 'I';
-    if (!is_signed && *name != 'U' && tensor->dtype != DPL_ST_BOOL)
-        return dpl_fail(DPL_EFORMAT, "%s: tensor %s is %s, expected integers", tensor->file,
-                        tensor->name, name);
+    DPL_EXPECT(is_signed || *name == 'U' || tensor->dtype == DPL_ST_BOOL, DPL_EFORMAT,
+               "%s: tensor %s is %s, expected integers", tensor->file, tensor->name, name);
     for (size_t i = 0; i < dpl_st_elems(tensor); i++) {
         uint64_t bits = 0;
         memcpy(&bits, tensor->data + i * width, width);
         const int64_t v = is_signed ? (int64_t)(bits << n_bits_unused) >> n_bits_unused
                                     : (int64_t)DPL_MIN(bits, (uint64_t)INT64_MAX);
-        if (v < low || v > high)
-            return dpl_fail(DPL_EFORMAT, "%s: %s[%zu] is %lld, expected %lld to %lld", tensor->file,
-                            tensor->name, i, (long long)v, (long long)low, (long long)high);
+        DPL_EXPECT(v >= low && v <= high, DPL_EFORMAT, "%s: %s[%zu] is %lld, expected %lld to %lld",
+                   tensor->file, tensor->name, i, (long long)v, (long long)low, (long long)high);
         dst[i] = (int32_t)DPL_MAX(v, INT32_MIN);
     }
     return DPL_OK;
