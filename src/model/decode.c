@@ -25,11 +25,9 @@ static void unpack_kv_b(const dpl_model *m, int layer, float *rows) {
 
 dpl_status dpl_decoder_open(dpl_model *m, size_t max_tokens, dpl_decoder **decoder_out) {
     const dpl_model_config *c = &m->config;
-    if (max_tokens == 0 || max_tokens > c->max_positions)
-        return dpl_fail(DPL_EINVAL,
-                        "a context of %zu tokens, expected 1 to "
-                        "max_position_embeddings = %zu",
-                        max_tokens, c->max_positions);
+    DPL_CHECK(max_tokens > 0 && max_tokens <= c->max_positions,
+              "a context of %zu tokens, expected 1 to max_position_embeddings = %zu", max_tokens,
+              c->max_positions);
     DPL_TRY(dpl_model_rope_tables(m, max_tokens));
     const size_t latent = max_tokens * c->kv_lora, rope = max_tokens * c->d_rope;
     const size_t per_layer = latent + rope + c->n_heads * (c->d_nope + c->d_v) * c->kv_lora;
@@ -81,20 +79,19 @@ static dpl_status feed_block(dpl_decoder *d, const int32_t *ids, size_t n, float
 
 dpl_status dpl_decoder_feed(dpl_decoder *d, const int32_t *ids, size_t n, float *logits_out) {
     dpl_model *m = d->model;
-    if (n == 0) return dpl_fail(DPL_EINVAL, "no token to feed");
-    if (n > d->max_tokens - d->n_tokens)
-        return dpl_fail(DPL_EINVAL, "%zu tokens after %zu, the context holds %zu", n, d->n_tokens,
-                        d->max_tokens);
+    DPL_CHECK(n > 0, "no token to feed");
+    DPL_CHECK(n <= d->max_tokens - d->n_tokens, "%zu tokens after %zu, the context holds %zu", n,
+              d->n_tokens, d->max_tokens);
     for (size_t i = 0; i < n; i++)
-        if (ids[i] < 0 || (size_t)ids[i] >= m->config.vocab)
-            return dpl_fail(DPL_EINVAL, "token %zu is %d, expected 0 to %zu (vocab_size - 1)", i,
-                            (int)ids[i], m->config.vocab - 1);
+        DPL_CHECK(ids[i] >= 0 && (size_t)ids[i] < m->config.vocab,
+                  "token %zu is %d, expected 0 to %zu (vocab_size - 1)", i, (int)ids[i],
+                  m->config.vocab - 1);
     for (size_t i = 0; i < n; i += PROMPT_BLOCK) {
         const size_t count = DPL_MIN(PROMPT_BLOCK, n - i), mark = dpl_ctx_mark(m->ctx);
         const dpl_status status = feed_block(d, ids + i, count, i + count == n ? logits_out : NULL);
         dpl_ctx_wait(m->ctx);
         dpl_ctx_release(m->ctx, mark);
-        if (status != DPL_OK) return status;
+        DPL_TRY(status);
     }
     return DPL_OK;
 }
@@ -111,18 +108,13 @@ static int larger_first(const void *a, const void *b) {
     return (x->id > y->id) - (x->id < y->id);
 }
 
-static int32_t largest(const float *logits, size_t vocab) {
+int32_t dpl_sample(const float *logits, size_t vocab, double temperature, double top_p,
+                   uint64_t seed, uint64_t draw) {
     size_t best = 0;
     for (size_t i = 1; i < vocab; i++)
         if (logits[i] > logits[best]) best = i;
-    return (int32_t)best;
-}
-
-int32_t dpl_sample(const float *logits, size_t vocab, double temperature, double top_p,
-                   uint64_t seed, uint64_t draw) {
-    const int32_t best = largest(logits, vocab);
     candidate *list = temperature > 0 ? dpl_alloc_array(vocab, sizeof *list) : NULL;
-    if (!list) return best;
+    if (!list) return (int32_t)best;
     double total = 0;
     for (size_t i = 0; i < vocab; i++) {
         const double below = (double)logits[i] - (double)logits[best];
