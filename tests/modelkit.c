@@ -267,8 +267,7 @@ bool kit_open(const dpl_model_config *config, dpl_dtype dtype, const oracle_set 
               int n_threads, bool deferred, const char *level, kit *k) {
     *k = (kit){.ctx = lab_ctx(n_threads, deferred, level)};
     if (!k->ctx) return false;
-    if (dpl_comm_open("self", NULL, &k->comm) != DPL_OK ||
-        dpl_model_create(k->ctx, k->comm, config, dtype, &k->model) != DPL_OK ||
+    if (dpl_model_create(k->ctx, config, dtype, &k->model) != DPL_OK ||
         dpl_model_begin_training(k->model) != DPL_OK) {
         fprintf(stderr, "modelkit: %s\n", dpl_error_message());
         abort();
@@ -278,8 +277,7 @@ bool kit_open(const dpl_model_config *config, dpl_dtype dtype, const oracle_set 
 }
 
 void kit_close(kit *k) {
-    dpl_model_destroy(&k->model);
-    dpl_comm_close(&k->comm);
+    dpl_model_close(&k->model);
     dpl_ctx_close(&k->ctx);
 }
 

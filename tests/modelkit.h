@@ -37,7 +37,6 @@ dpl_loss_rule scene_rule(const oracle_config *cfg);
 
 typedef struct kit {
     dpl_ctx *ctx;
-    dpl_comm *comm;
     dpl_model *model;
 } kit;
 

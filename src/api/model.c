@@ -59,13 +59,12 @@ dpl_status dpl_config_open_model(const char *path, dpl_config **config_out) {
     return dpl_api_defaults(&model, dtype, config_out);
 }
 
-/* ---- open and close ---- */
+/* ---- open ---- */
 dpl_status dpl_model_open(dpl_ctx *ctx, const char *path, const dpl_config *config,
                           dpl_model **model_out) {
     char dir[PATH_MAX];
     dpl_model_config sizes;
     dpl_dtype dtype = DPL_F32;
-    dpl_comm *comm = NULL;
     dpl_model *model = NULL;
     DPL_CHECK(ctx && model_out, "a context and a place for the model are needed");
     DPL_CHECK(path || config, "neither a path nor a configuration was given");
@@ -76,24 +75,12 @@ dpl_status dpl_model_open(dpl_ctx *ctx, const char *path, const dpl_config *conf
         DPL_TRY(dpl_config_model(config, &sizes));
     }
     if (config) dtype = dpl_options_dtype(&config->o);
-    DPL_TRY(dpl_comm_open("self", NULL, &comm));
-    dpl_status status = dpl_model_create(ctx, comm, &sizes, dtype, &model);
+    dpl_status status = dpl_model_create(ctx, &sizes, dtype, &model);
     if (status == DPL_OK && path) status = dpl_model_load(model, dir);
     if (status == DPL_OK && !path) dpl_options_init(&config->o, model);
-    if (status == DPL_OK) {
-        *model_out = model;
-    } else {
-        dpl_model_destroy(&model);
-        dpl_comm_close(&comm);
-    }
+    if (status == DPL_OK) *model_out = model;
+    else dpl_model_close(&model);
     return status;
-}
-
-void dpl_model_close(dpl_model **model) {
-    if (!model || !*model) return;
-    dpl_comm *comm = (*model)->comm;
-    dpl_model_destroy(model);
-    dpl_comm_close(&comm);
 }
 
 /* ---- sizes ---- */

@@ -177,10 +177,9 @@ void dpl_model_update_bias(dpl_model *model, double rate);
 double dpl_batch_mtp_tokens(const dpl_model_config *config, const dpl_batch *batch);
 
 /* ---- params.c ---- */
-// Parameters are zero until they are initialized or loaded.
-dpl_status dpl_model_create(dpl_ctx *ctx, dpl_comm *comm, const dpl_model_config *config,
-                            dpl_dtype dtype, dpl_model **model_out);
-void dpl_model_destroy(dpl_model **model);
+// Parameters are zero until they are initialized or loaded. Closed by dpl_model_close().
+dpl_status dpl_model_create(dpl_ctx *ctx, const dpl_model_config *config, dpl_dtype dtype,
+                            dpl_model **model_out);
 // Elements, without padding, with n_experts of the experts; a double: exact, and it does not wrap.
 // multiplied: of the matrices that FLOPs are counted of.
 double dpl_params_count(const dpl_model_config *config, bool mtp, size_t n_experts,

@@ -170,13 +170,12 @@ dpl_status dpl_model_begin_training(dpl_model *m) {
     return m->params.grad ? DPL_OK : DPL_ENOMEM;
 }
 
-dpl_status dpl_model_create(dpl_ctx *ctx, dpl_comm *comm, const dpl_model_config *config,
-                            dpl_dtype dtype, dpl_model **model_out) {
+dpl_status dpl_model_create(dpl_ctx *ctx, const dpl_model_config *config, dpl_dtype dtype,
+                            dpl_model **model_out) {
     DPL_TRY(dpl_model_config_check(config));
     dpl_model *m = dpl_alloc(sizeof *m);
     if (!m) return dpl_fail(DPL_ENOMEM, "no memory for a model");
     m->ctx = ctx;
-    m->comm = comm;
     m->config = *config;
     m->dtype = dtype;
     // clang-format off
@@ -187,16 +186,18 @@ dpl_status dpl_model_create(dpl_ctx *ctx, dpl_comm *comm, const dpl_model_config
     // clang-format on
     const size_t shared_f = config->moe_f * config->n_shared;
     m->moe = (dpl_moe_shape){config->d, config->moe_f, shared_f, rule, dtype};
-    const dpl_status status = build(m);
+    dpl_status status = dpl_comm_open("self", NULL, &m->comm);
+    if (status == DPL_OK) status = build(m);
     if (status == DPL_OK) *model_out = m;
-    else dpl_model_destroy(&m);
+    else dpl_model_close(&m);
     return status;
 }
 
-void dpl_model_destroy(dpl_model **model) {
+void dpl_model_close(dpl_model **model) {
     if (!model || !*model) return;
     dpl_model *m = *model;
     dpl_ctx_wait(m->ctx);
+    dpl_comm_close(&m->comm);
     void *blocks[] = {m->by_id,         m->params.list, m->router_bias, m->counts, m->disk,
                       m->params.master, m->params.grad, m->params.copy, m->cos,    m};
     for (size_t i = 0; i < DPL_COUNT(blocks); i++) dpl_free(blocks[i]);

@@ -221,7 +221,6 @@ double dpl_optimizer_apply(dpl_optimizer *optimizer, double rate, double norm);
 /* ---- the trainer (trainer.c, step.c, loop.c) ---- */
 struct dpl_trainer {
     dpl_ctx *ctx;
-    dpl_comm *comm;
     dpl_config *config; // our own copy, resolved
     const dpl_options *o;
     dpl_model *model;

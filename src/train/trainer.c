@@ -54,8 +54,7 @@ static dpl_status open_model(dpl_trainer *t, const origin *from) {
     dpl_model_config sizes;
     if (from->dir[0]) DPL_TRY(dpl_config_adopt(t->config, from->dir, &sizes));
     else DPL_TRY(dpl_config_model(t->config, &sizes));
-    DPL_TRY(dpl_comm_open("self", NULL, &t->comm));
-    DPL_TRY(dpl_model_create(t->ctx, t->comm, &sizes, dpl_options_dtype(t->o), &t->model));
+    DPL_TRY(dpl_model_create(t->ctx, &sizes, dpl_options_dtype(t->o), &t->model));
     DPL_TRY(dpl_model_begin_training(t->model));
     dpl_options_warn(t->o, &sizes);
     if (!from->dir[0]) dpl_options_init(t->o, t->model);
@@ -122,8 +121,7 @@ void dpl_trainer_close(dpl_trainer **trainer) {
     dpl_trainer *t = *trainer;
     dpl_optimizer_close(&t->optimizer);
     dpl_data_close(&t->data);
-    dpl_model_destroy(&t->model);
-    dpl_comm_close(&t->comm);
+    dpl_model_close(&t->model);
     dpl_tokens_free(&t->batch);
     dpl_tokens_free(&t->micro);
     dpl_tokens_free(&t->eval);
