@@ -98,7 +98,7 @@ typedef struct dpl_st_file {
     size_t n_tensors;
     dpl_st_tensor *tensors; // sorted by name
     struct dpl_st_part *parts;
-    json_t *index; // NULL: there is one file
+    json_t *index, *weight_map; // NULL: there is one file; the map is in the index
 } dpl_st_file;
 // Checks everything: header size (< 100 MB and inside the file), UTF-8, JSON, duplicates, dtype,
 // shape overflow, offsets inside the file, no overlap, no hole, size = product(shape) * dtype. A
@@ -114,15 +114,13 @@ dpl_status dpl_st_read_i32(const dpl_st_tensor *tensor, int64_t low, int64_t hig
 
 // The bytes of tensor i, as many as its dtype and shape say; they may be gone with the next call.
 typedef const void *(*dpl_data_fn)(void *arg, size_t i_tensor);
-// Wider dtypes come first, so that every tensor is aligned in its file, else the order stays.
+// Writes what dpl_st_open reads: one file, or, where `path` is a folder, model.safetensors in it, or
+// shards of at most shard_bytes (0: no limit; a larger tensor has a shard of its own) with an index.
+// Shards that an earlier call left there under other names stay, and nobody reads them. Wider
+// dtypes come first, so that every tensor is aligned in its file, else the order stays.
 // data_of NULL: the tensors' own `data`.
 dpl_status dpl_st_write(const char *path, const dpl_st_tensor *tensors, size_t n_tensors,
-                        dpl_data_fn data_of, void *arg);
-// Writes tensors to `dir` as model.safetensors, or as shards of at most shard_bytes (0: no limit; a
-// larger tensor has a shard of its own) with an index. Shards that an earlier call left there under
-// other names stay, and nobody reads them.
-dpl_status dpl_shards_write(const char *dir, const dpl_st_tensor *tensors, size_t n_tensors,
-                            size_t shard_bytes, dpl_data_fn data_of, void *arg);
+                        size_t shard_bytes, dpl_data_fn data_of, void *arg);
 
 /* ---- text and tokens (tokens.c) -------------------------------------------------------------- */
 // Documents of tokens one after the other, each a file: text (UTF-8 bytes as tokens; nothing is

@@ -160,45 +160,26 @@ static dpl_status read_header(part *file) {
     return DPL_OK;
 }
 
-// The file of that name, opened the first time.
-static dpl_status open_part(dpl_st_file *all, const char *dir, const char *name, part **part_out) {
+// Opens a file, unless it is open.
+static dpl_status open_part(dpl_st_file *all, const char *dir, const char *name) {
     char path[PATH_MAX];
     DPL_TRY(dpl_path_join(dir, name, path));
-    part *file = all->parts;
-    while (file && strcmp(file->path, path)) file = file->next;
-    if (!file) {
-        file = dpl_alloc(sizeof *file);
-        DPL_EXPECT(file, DPL_ENOMEM, "no memory to open %s", path);
-        strcpy(file->path, path);
-        file->next = all->parts;
-        all->parts = file; // From here on closing frees it.
-        DPL_TRY(dpl_map_open(path, &file->map));
-        DPL_TRY(read_header(file));
-    }
-    *part_out = file;
-    return DPL_OK;
+    for (const part *file = all->parts; file; file = file->next)
+        if (!strcmp(file->path, path)) return DPL_OK;
+    part *file = dpl_alloc(sizeof *file);
+    DPL_EXPECT(file, DPL_ENOMEM, "no memory to open %s", path);
+    strcpy(file->path, path);
+    file->next = all->parts;
+    all->parts = file; // From here on closing frees it.
+    DPL_TRY(dpl_map_open(path, &file->map));
+    return read_header(file);
 }
 
 /* ---- a model directory ---------------------------------------------------------------------- */
-// Opens the files of the index, each of which must hold the tensors that the index puts there.
-static dpl_status open_map(dpl_st_file *all, const char *dir, const char *path, json_t *map) {
-    const char *tensor;
-    json_t *value;
-    DPL_EXPECT(json_is_object(map), DPL_EFORMAT, "%s: no object named weight_map", path);
-    json_object_foreach(map, tensor, value) {
-        const char *name = json_string_value(value);
-        part *file;
-        DPL_EXPECT(name && *name && !strchr(name, '/'), DPL_EFORMAT,
-                   "%s: weight_map: tensor %.200s: no file in this folder", path, tensor);
-        DPL_TRY(open_part(all, dir, name, &file));
-        DPL_EXPECT(strcmp(tensor, "__metadata__") && json_object_get(file->header, tensor),
-                   DPL_EFORMAT, "%s: weight_map: tensor %.200s is not in %s", path, tensor, name);
-    }
-    return DPL_OK;
-}
-
 static dpl_status open_dir(dpl_st_file *all, const char *dir) {
     char single[PATH_MAX], index[PATH_MAX];
+    const char *tensor;
+    json_t *value;
     DPL_TRY(dpl_path_join(dir, DPL_ST_SINGLE, single));
     DPL_TRY(dpl_path_join(dir, DPL_ST_INDEX, index));
     const bool has_single = dpl_path_exists(single), has_index = dpl_path_exists(index);
@@ -206,18 +187,36 @@ static dpl_status open_dir(dpl_st_file *all, const char *dir) {
                "%s: neither " DPL_ST_SINGLE " nor an index is there", dir);
     if (has_single && has_index)
         dpl_log("note: %s has " DPL_ST_SINGLE " and an index; the index is not used", dir);
-    if (has_single) return open_part(all, dir, DPL_ST_SINGLE, &(part *){NULL});
+    if (has_single) return open_part(all, dir, DPL_ST_SINGLE);
     DPL_TRY(dpl_json_read(index, &all->index));
-    return open_map(all, dir, index, json_object_get(all->index, "weight_map"));
+    all->weight_map = json_object_get(all->index, "weight_map");
+    DPL_EXPECT(json_is_object(all->weight_map), DPL_EFORMAT, "%s: no object named weight_map",
+               index);
+    json_object_foreach(all->weight_map, tensor, value) {
+        const char *name = json_string_value(value);
+        DPL_EXPECT(name && *name && !strchr(name, '/'), DPL_EFORMAT,
+                   "%s: weight_map: tensor %.200s: no file in this folder", index, tensor);
+        DPL_TRY(open_part(all, dir, name));
+    }
+    return DPL_OK;
 }
 
-// Every tensor of the files must be in the index.
+static bool is_in(const dpl_st_tensor *tensor, const char *file) {
+    return tensor && file && !strcmp(strrchr(tensor->file, '/') + 1, file);
+}
+
+// The index and the files must agree on where each tensor is.
 static dpl_status check_index(const dpl_st_file *all) {
-    const json_t *map = json_object_get(all->index, "weight_map");
     uint64_t bytes = 0;
+    const char *name;
+    json_t *value;
+    json_object_foreach(all->weight_map, name, value)
+        DPL_EXPECT(is_in(dpl_st_find(all, name), json_string_value(value)), DPL_EFORMAT,
+                   "%s/" DPL_ST_INDEX ": weight_map: tensor %.200s is not in %s", all->path, name,
+                   json_string_value(value));
     for (const dpl_st_tensor *t = all->tensors; t < all->tensors + all->n_tensors; t++) {
-        const char *listed = json_string_value(json_object_get(map, t->name));
-        DPL_EXPECT(listed && !strcmp(listed, strrchr(t->file, '/') + 1), DPL_EFORMAT,
+        const char *listed = json_string_value(json_object_get(all->weight_map, t->name));
+        DPL_EXPECT(is_in(t, listed), DPL_EFORMAT,
                    "%s: holds tensor %.200s, which the index puts %s%s", t->file, t->name,
                    listed ? "in " : "nowhere", listed ? listed : "");
         bytes += t->bytes;
@@ -235,8 +234,7 @@ static dpl_status open_all(dpl_st_file *all, const char *path) {
     size_t n_max = 0;
     DPL_EXPECT(all, DPL_ENOMEM, "no memory to open %s", path);
     DPL_TRY(dpl_path_join("", path, all->path));
-    if (dpl_path_is_dir(path)) DPL_TRY(open_dir(all, path));
-    else DPL_TRY(open_part(all, "", path, &(part *){NULL}));
+    DPL_TRY(dpl_path_is_dir(path) ? open_dir(all, path) : open_part(all, "", path));
     for (const part *file = all->parts; file; file = file->next)
         n_max += json_object_size(file->header);
     all->tensors = dpl_alloc_array(n_max, sizeof *all->tensors);
