@@ -3,6 +3,7 @@
 // Reading is strict: every tensor of the model is found exactly once with the right shape, and a
 // tensor that the model does not know is an error, so that nothing is dropped silently or left at
 // its initial value.
+#include <fnmatch.h>
 #include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -48,23 +49,21 @@ static void close_slots(slots *s) {
     dpl_free(s->tensors);
     dpl_free(s->values);
     dpl_free(s->other);
-    *s = (slots){0};
 }
 
 static void add_slot(slots *s, const dpl_disk_tensor *t, const char *prefix, float *flat,
                      dpl_st_dtype dtype) {
     slot *at = &s->at[s->n];
+    const size_t bytes = dpl_disk_elems(t) * dpl_st_dtype_bytes(dtype);
     at->t = t;
     at->flat = flat;
     snprintf(at->name, sizeof at->name, "%s%s", prefix, t->name);
-    s->tensors[s->n++] = (dpl_st_tensor){.name = at->name,
-                                         .dtype = dtype,
-                                         .rank = t->rank,
-                                         .shape = {t->shape[0], t->shape[1]},
-                                         .bytes = dpl_disk_elems(t) * dpl_st_dtype_bytes(dtype)};
+    s->tensors[s->n++] = (dpl_st_tensor){at->name, NULL, dtype, t->rank, {t->shape[0], t->shape[1]},
+                                         NULL,     bytes};
 }
 
-// prefixes NULL: the whole model, else of each flat array what the optimizer knows.
+// prefixes NULL: the whole model, else of each flat array what the optimizer knows. To be closed
+// after an error too.
 static dpl_status open_slots(dpl_model *m, const char *const *prefixes, float *const *flats,
                              size_t n_flats, dpl_dtype dtype, slots *s) {
     const size_t n = m->n_disk * n_flats;
@@ -73,10 +72,8 @@ static dpl_status open_slots(dpl_model *m, const char *const *prefixes, float *c
     *s = (slots){0, dpl_alloc_array(n + 1, sizeof *s->at), // one more when reading
                  dpl_alloc_array(n + 1, sizeof *s->tensors), dpl_alloc_array(elems, sizeof(float)),
                  dpl_alloc_array(elems, sizeof(float))};
-    if (!s->at || !s->tensors || !s->values || !s->other) {
-        close_slots(s);
-        return dpl_fail(DPL_ENOMEM, "no memory for %zu tensors of up to %zu elements", n, elems);
-    }
+    DPL_EXPECT(s->at && s->tensors && s->values && s->other, DPL_ENOMEM,
+               "no memory for %zu tensors of up to %zu elements", n, elems);
     for (size_t i = 0; i < n; i++) {
         const dpl_disk_tensor *t = &m->disk[i % m->n_disk];
         if (prefixes && (!t->param || t->copy_of_shared)) continue;
@@ -96,23 +93,22 @@ static dpl_status read_slot(const slots *s, const slot *at) {
     const dpl_st_tensor *got = at->found;
     const int64_t rows = got->rank > 0 ? got->shape[0] : 1;
     const int64_t cols = got->rank > 1 ? got->shape[1] : 1;
-    if (got->rank != want->rank || rows != want->shape[0] || cols != want->shape[1])
-        return dpl_fail(DPL_EFORMAT,
-                        "%s: \"%s\" has rank %d and shape (%lld, %lld), expected rank %d and "
-                        "(%lld, %lld)",
-                        got->file, got->name, got->rank, (long long)rows, (long long)cols,
-                        want->rank, (long long)want->shape[0], (long long)want->shape[1]);
-    DPL_TRY(dpl_st_read_f32(got, want->bias ? want->bias : s->values));
-    if (want->bias) return DPL_OK;
+    DPL_EXPECT(got->rank == want->rank && rows == want->shape[0] && cols == want->shape[1],
+               DPL_EFORMAT,
+               "%s: \"%s\" has rank %d and shape (%lld, %lld), expected rank %d and (%lld, %lld)",
+               got->file, got->name, got->rank, (long long)rows, (long long)cols, want->rank,
+               (long long)want->shape[0], (long long)want->shape[1]);
+    if (want->bias) return dpl_st_read_f32(got, want->bias);
+    DPL_TRY(dpl_st_read_f32(got, s->values));
     if (!want->copy_of_shared) {
         dpl_disk_scatter(want, at->flat, s->values);
         return DPL_OK;
     }
     dpl_disk_gather(want, at->flat, s->other);
-    if (memcmp(s->values, s->other, dpl_disk_elems(want) * sizeof(float)) == 0) return DPL_OK;
-    return dpl_fail(DPL_EFORMAT,
-                    "%s: \"%s\" differs from the embedding or head that it must repeat", got->file,
-                    got->name);
+    DPL_EXPECT(memcmp(s->values, s->other, dpl_disk_elems(want) * sizeof(float)) == 0, DPL_EFORMAT,
+               "%s: \"%s\" differs from the embedding or head that it must repeat", got->file,
+               got->name);
+    return DPL_OK;
 }
 
 static int compare_slots(const void *a, const void *b) {
@@ -121,55 +117,41 @@ static int compare_slots(const void *a, const void *b) {
 
 // Tensors that public files carry beside the model's: of layers after its last one, rotary tables.
 static bool is_known_extra(const dpl_model *m, const char *name) {
-    static const char layers[] = "model.layers.", rotary[] = "rotary_emb.inv_freq";
-    const size_t n = strlen(name), n_layers = sizeof layers - 1, n_rotary = sizeof rotary - 1;
-    if (strncmp(name, layers, n_layers) == 0 && name[n_layers] >= '0' && name[n_layers] <= '9') {
-        char *end;
-        const unsigned long long layer = strtoull(name + n_layers, &end, 10);
-        if (*end == '.' && layer >= m->config.n_layers + m->config.n_mtp) return true;
-    }
-    return n >= n_rotary && strcmp(name + n - n_rotary, rotary) == 0;
-}
-
-typedef struct name_list { // the first few names, and how many there are
-    size_t n, used;
-    char text[320];
-} name_list;
-
-static void list_name(name_list *list, const char *name) {
-    const size_t room = sizeof list->text - list->used;
-    const int more = snprintf(list->text + list->used, room, "%s\"%s\"", list->n ? ", " : "", name);
-    if (more > 0 && (size_t)more < room) list->used += (size_t)more;
-    else list->text[list->used] = '\0';
-    list->n++;
+    char digits[24], dot;
+    if (sscanf(name, "model.layers.%23[0-9]%c", digits, &dot) == 2 && dot == '.' &&
+        strtoull(digits, NULL, 10) >= m->config.n_layers + m->config.n_mtp)
+        return true;
+    return fnmatch("*rotary_emb.inv_freq", name, 0) == 0;
 }
 
 // Finds the slots' tensors: the names in the files are theirs, each once, but for copies. Both
 // kinds of deviation stand in one message: a renamed tensor is one of each.
 static dpl_status match_names(const dpl_model *m, const dpl_st_file *file, slots *s) {
-    name_list missing = {.text = "none"}, unknown = missing;
-    size_t i = 0, j = 0, n_ignored = 0;
+    const char *missing = "none", *unknown = "none"; // the first of them
+    size_t i = 0, j = 0, n_missing = 0, n_unknown = 0, n_ignored = 0;
     qsort(s->at, s->n, sizeof *s->at, compare_slots);
     while (i < s->n || j < file->n_tensors) {
         slot *at = &s->at[i]; // one past the last is there too
         const dpl_st_tensor *found = &file->tensors[j];
         const int order = i == s->n ? 1 : j == file->n_tensors ? -1 : strcmp(at->name, found->name);
         if (order == 0) at->found = found;
-        else if (order < 0 && !at->t->copy_of_shared) list_name(&missing, at->name);
+        else if (order < 0 && !at->t->copy_of_shared) missing = n_missing++ ? missing : at->name;
         else if (order > 0 && is_known_extra(m, found->name)) n_ignored++;
-        else if (order > 0) list_name(&unknown, found->name);
+        else if (order > 0) unknown = n_unknown++ ? unknown : found->name;
         i += order <= 0;
         j += order >= 0;
     }
     if (n_ignored) dpl_log("%zu tensors beyond this model's layers were left unread", n_ignored);
-    if (missing.n == 0 && unknown.n == 0) return DPL_OK;
-    return dpl_fail(DPL_EFORMAT,
-                    "%s: %zu tensors are missing: %s; %zu tensors are not this model's: %s",
-                    file->path, missing.n, missing.text, unknown.n, unknown.text);
+    DPL_EXPECT(n_missing + n_unknown == 0, DPL_EFORMAT,
+               "%s: %zu tensors are missing, the first: %s; %zu tensors are not this model's, the "
+               "first: %s",
+               file->path, n_missing, missing, n_unknown, unknown);
+    return DPL_OK;
 }
 
-// Copies come last: what they repeat must be there.
-static dpl_status read_slots(const slots *s) {
+static dpl_status read_slots(const dpl_model *m, const dpl_st_file *file, slots *s) {
+    DPL_TRY(match_names(m, file, s));
+    // Copies come last: what they repeat must be there.
     for (int copies = 0; copies < 2; copies++)
         for (const slot *at = s->at; at < s->at + s->n; at++)
             if (at->found && at->t->copy_of_shared == (copies == 1)) DPL_TRY(read_slot(s, at));
@@ -187,8 +169,7 @@ dpl_status dpl_model_load_flat(dpl_model *m, const char *path, const char *const
     snprintf(tied_head.name, sizeof tied_head.name, "lm_head.weight");
     if (status == DPL_OK && m->config.tied && !prefixes)
         add_slot(&s, &tied_head, "", flats[0], DPL_ST_F32);
-    if (status == DPL_OK) status = match_names(m, file, &s);
-    if (status == DPL_OK) status = read_slots(&s);
+    if (status == DPL_OK) status = read_slots(m, file, &s);
     close_slots(&s);
     dpl_st_close(&file);
     return status;
@@ -212,20 +193,16 @@ static const void *slot_data(void *arg, size_t i) {
     return halves;
 }
 
-static dpl_status write_config(const dpl_model *m, const char *dir, dpl_dtype dtype) {
-    char path[PATH_MAX];
-    DPL_TRY(dpl_path_join(dir, "config.json", path));
-    json_t *object = dpl_model_config_to_json(&m->config, dtype);
-    if (!object) return dpl_fail(DPL_ENOMEM, "no memory for %s", path);
-    const dpl_status status = dpl_json_write(path, object);
-    json_decref(object);
-    return status;
-}
-
 dpl_status dpl_model_save(dpl_model *m, const char *dir, dpl_dtype dtype, size_t shard_bytes) {
+    char path[PATH_MAX];
     slots s;
-    DPL_TRY(open_slots(m, NULL, &m->params.master, 1, dtype, &s));
-    dpl_status status = write_config(m, dir, dtype);
+    DPL_TRY(dpl_path_join(dir, "config.json", path));
+    json_t *config = dpl_model_config_to_json(&m->config, dtype);
+    dpl_status status = config ? dpl_json_write(path, config)
+                               : dpl_fail(DPL_ENOMEM, "no memory for %s", path);
+    json_decref(config);
+    DPL_TRY(status);
+    status = open_slots(m, NULL, &m->params.master, 1, dtype, &s);
     if (status == DPL_OK) status = dpl_st_write(dir, s.tensors, s.n, shard_bytes, slot_data, &s);
     close_slots(&s);
     return status;
@@ -234,8 +211,8 @@ dpl_status dpl_model_save(dpl_model *m, const char *dir, dpl_dtype dtype, size_t
 dpl_status dpl_model_save_flat(dpl_model *m, const char *path, const char *const *prefixes,
                                float *const *flats, size_t n_flats) {
     slots s;
-    DPL_TRY(open_slots(m, prefixes, flats, n_flats, DPL_F32, &s));
-    const dpl_status status = dpl_st_write(path, s.tensors, s.n, 0, slot_data, &s);
+    dpl_status status = open_slots(m, prefixes, flats, n_flats, DPL_F32, &s);
+    if (status == DPL_OK) status = dpl_st_write(path, s.tensors, s.n, 0, slot_data, &s);
     close_slots(&s);
     return status;
 }
