@@ -47,9 +47,6 @@ static dpl_status feed_pending(dpl_generator *g) {
 
 dpl_status dpl_generator_feed(dpl_generator *g, const int32_t *ids, size_t n_ids) {
     DPL_CHECK(g && ids && n_ids > 0, "a generator and at least one id are needed");
-    DPL_CHECK(n_ids <= g->options.tokens_max - g->n_tokens,
-              "%zu tokens after %zu are more than tokens_max, %zu", n_ids, g->n_tokens,
-              g->options.tokens_max);
     DPL_TRY(feed_pending(g));
     DPL_TRY(dpl_decoder_feed(g->decoder, ids, n_ids, g->logits));
     g->n_tokens += n_ids;

@@ -236,6 +236,11 @@ struct dpl_trainer {
     char run_dir[PATH_MAX];
     int lock_fd;      // of the run directory; -1: not locked
     atomic_bool stop; // set by signal handlers and other threads
+    // While dpl_trainer_run() goes on: of metrics.jsonl and log.txt, whose newest line this is.
+    dpl_trainer_events events;
+    FILE *log, *metrics;
+    char line[PATH_MAX + 128];
+    bool done; // the evaluation loss reached its target
 };
 
 // Gradients and losses of a batch, one micro-batch after the other; of one alone, `micro` may be
