@@ -205,6 +205,51 @@ static void loads_do_not_pile_up_without_balancing(void **state) {
     }
 }
 
+/* ---- padding ------------------------------------------------------------------------------------
+ */
+
+// Rows of 16 tokens of which the first n_valid[row] are some; in micro-batches, or all at once.
+static dpl_step_metrics run_padded(const int *n_valid, int n_rows, int n_micros, int64_t loads[8]) {
+    int32_t ids[256], segments[256];
+    for (int i = 0; i < n_rows * 16; i++) {
+        ids[i] = (int32_t)(dpl_rng_u64(39, 1, (uint64_t)i) % 64);
+        segments[i] = i % 16 < n_valid[i / 16];
+    }
+    const char *path = scratch_path("padded.safetensors");
+    run_write_batch(path, (size_t)n_rows, 16, ids, ids, segments, segments);
+    dpl_config *config = run_config("dataset_type=safetensors", "load_balance_loss_weight=0.01",
+                                    NULL);
+    run_set(config, "dataset_path=%s", path);
+    run_set(config, "gradient_accumulation_steps=%d", n_micros);
+    run_set(config, "per_device_batch_size=%d", n_rows / n_micros);
+    dpl_trainer *t = run_open(ctx, config);
+    const dpl_step_metrics m = run_steps(t, 1);
+    memcpy(loads, t->model->counts + 8, 8 * sizeof *loads);
+    close_run(&t, &config);
+    return m;
+}
+
+// Parts of a batch may hold unequal numbers of tokens, one of them none: what counts is the whole.
+static void parts_of_nothing_but_padding_are_fine(void **state) {
+    (void)state;
+    static const int uneven[4] = {5, 0, 8, 3};
+    int64_t loads[2][8], all = 0;
+    const dpl_step_metrics whole = run_padded(uneven, 4, 1, loads[0]),
+                           parts = run_padded(uneven, 4, 4, loads[1]);
+    assert_true(whole.total_weights == 16 && parts.total_weights == 16);
+    assert_true(fabs(whole.lm_loss - parts.lm_loss) < 1e-6 && whole.lm_loss > 1);
+    assert_memory_equal(loads[0], loads[1], sizeof loads[0]);
+    for (size_t e = 0; e < 8; e++) all += loads[1][e];
+    assert_int_equal(all, 16 * 2);
+    // Four times 64 tokens, of which 48 are some, each to two experts.
+    int most[16];
+    for (size_t i = 0; i < 16; i++) most[i] = 12;
+    run_padded(most, 16, 4, loads[0]);
+    all = 0;
+    for (size_t e = 0; e < 8; e++) all += loads[0][e];
+    assert_int_equal(all, 384);
+}
+
 /* ---- values that are not finite -----------------------------------------------------------------
  */
 
@@ -606,6 +651,7 @@ int main(void) {
         cmocka_unit_test(auxiliary_gradients_ignore_micro_batches),
         cmocka_unit_test(loads_that_cancel_move_no_bias),
         cmocka_unit_test(loads_do_not_pile_up_without_balancing),
+        cmocka_unit_test(parts_of_nothing_but_padding_are_fine),
         cmocka_unit_test(a_bad_second_micro_batch_leaves_nothing),
         cmocka_unit_test(gradients_that_overflow_change_nothing),
         cmocka_unit_test(decay_leaves_biases_and_the_router_bias),
