@@ -507,11 +507,11 @@ static void skipped_slots_shift_no_rows(void **state) {
         assert_memory_equal(rows + r * D, x + source[r] * D, sizeof(float) * D);
         assert_true(row_w[r] == w[slot[r]]);
     }
-    dpl_ep_combine(ctx, &ep, dpl_mat_f32(rows, D), D, false, dpl_mat_f32(y, D));
+    dpl_ep_combine(ctx, &ep, dpl_mat_f32(rows, D), NULL, D, false, dpl_mat_f32(y, D), NULL);
     for (size_t i = 0; i < T * D; i++) assert_true(y[i] == copies[i / D] * x[i]);
-    dpl_ep_combine(ctx, &ep, dpl_mat_f32(rows, D), D, true, dpl_mat_f32(y, D));
+    dpl_ep_combine(ctx, &ep, dpl_mat_f32(rows, D), NULL, D, true, dpl_mat_f32(y, D), NULL);
     for (size_t i = 0; i < T * D; i++) assert_true(y[i] == 2 * copies[i / D] * x[i]);
-    dpl_ep_dispatch_bwd(ctx, &ep, dpl_mat_f32(rows, D), row_w, D, dpl_mat_f32(y, D), dw);
+    dpl_ep_combine(ctx, &ep, dpl_mat_f32(rows, D), row_w, D, false, dpl_mat_f32(y, D), dw);
     for (size_t i = 0; i < T * K; i++) assert_true(dw[i] == (given[i] < 0 ? 0 : w[i]));
     for (size_t i = 0; i < T * D; i++) assert_true(y[i] == copies[i / D] * x[i]);
     dpl_comm_close(&comm);
@@ -528,7 +528,8 @@ static void combine_rounds_once(void **state) {
     dpl_ep ep;
     assert_int_equal(dpl_comm_open("self", NULL, &comm), DPL_OK);
     assert_int_equal(prepare(comm, &shape, given, 1, &ep), DPL_OK);
-    dpl_ep_combine(ctx, &ep, (dpl_mat){rows, 1, DPL_BF16}, 1, false, (dpl_mat){&y, 1, DPL_BF16});
+    dpl_ep_combine(ctx, &ep, (dpl_mat){rows, 1, DPL_BF16}, NULL, 1, false,
+                   (dpl_mat){&y, 1, DPL_BF16}, NULL);
     assert_true(dpl_bf16_to_f32(y) == 1.015625f);
     dpl_comm_close(&comm);
 }
@@ -857,7 +858,7 @@ static void gradients_of_weights_may_be_absent(void **state) {
     assert_int_equal(prepare(comm, &shape, given, T, &ep), DPL_OK);
     for (size_t i = 0; i < T * K * D; i++) drows[i] = (float)(1 << i);
     memset(dx, 0xff, sizeof dx);
-    dpl_ep_dispatch_bwd(ctx, &ep, dpl_mat_f32(drows, D), NULL, D, dpl_mat_f32(dx, D), NULL);
+    dpl_ep_combine(ctx, &ep, dpl_mat_f32(drows, D), NULL, D, false, dpl_mat_f32(dx, D), NULL);
     dpl_ctx_wait(ctx);
     // Rows by expert, then token: 0 of token 0, 1 of token 1, 3 of token 0, 3 of token 1.
     for (size_t i = 0; i < T * D; i++) {

@@ -2,7 +2,7 @@
 //
 // The host reads results of operators at one place only, dpl_ep_prepare(): there N is learned, a
 // logit that is not finite found, and the auxiliary losses fetched. y = round(shared + sum of the
-// routed rows): one fp32 sum.
+// routed rows): one fp32 sum. A gradient's time is counted under its step.
 #include "moe/moe.h"
 
 static void keep_routing(dpl_ctx *ctx, dpl_moe_memory *memory, const dpl_moe_shape *shape,
@@ -47,10 +47,13 @@ dpl_status dpl_moe_forward_in(dpl_ctx *ctx, dpl_comm *comm, const dpl_moe_shape 
     const size_t d = shape->d, before = dpl_ctx_mark(ctx);
     dpl_moe_saved s = {.n_tokens = n_tokens};
     DPL_TRY(dpl_ep_check(comm, shape, n_tokens));
+    const dpl_phase outside = dpl_ctx_phase(ctx, DPL_PHASE_ROUTER);
     keep_routing(ctx, memory, shape, &s);
     dpl_router_forward(ctx, shape, weights, x, segment, aux, &s);
+    dpl_ctx_phase(ctx, DPL_PHASE_DISPATCH);
     const dpl_status status = dpl_ep_prepare(ctx, comm, s.ids, &s.ep, s.aux);
     if (status != DPL_OK) {
+        dpl_ctx_phase(ctx, outside);
         dpl_ctx_release(ctx, before);
         return status;
     }
@@ -69,8 +72,10 @@ dpl_status dpl_moe_forward_in(dpl_ctx *ctx, dpl_comm *comm, const dpl_moe_shape 
     dpl_ep_dispatch(ctx, &s.ep, x, s.weights, d, s.experts.x, s.row_weight);
     dpl_experts_forward(ctx, &s.experts, out);
     if (has_shared) dpl_experts_forward(ctx, &s.shared, sum);
-    dpl_ep_combine(ctx, &s.ep, out, d, has_shared, sum);
+    dpl_ctx_phase(ctx, DPL_PHASE_COMBINE);
+    dpl_ep_combine(ctx, &s.ep, out, NULL, d, has_shared, sum, NULL);
     if (!direct) dpl_copy(ctx, sum, n_tokens, d, y);
+    dpl_ctx_phase(ctx, outside);
     dpl_ctx_release(ctx, mark);
     *saved_out = s;
     return DPL_OK;
@@ -84,15 +89,19 @@ void dpl_moe_backward(dpl_ctx *ctx, const dpl_moe_shape *shape, const dpl_moe_we
     const dpl_mat drows = dpl_moe_mat(ctx, NULL, saved->n_rows, d, shape->dtype);
     float *drow_weight = dpl_ctx_alloc(ctx, saved->n_rows * sizeof(float));
     float *dweights = dpl_ctx_alloc(ctx, n_slots * sizeof(float));
-    dpl_ep_combine_bwd(ctx, &saved->ep, dy, d, drows);
+    const dpl_phase outside = dpl_ctx_phase(ctx, DPL_PHASE_COMBINE);
+    dpl_ep_dispatch(ctx, &saved->ep, dy, NULL, d, drows, NULL);
     dpl_experts_backward(ctx, &saved->experts, drows, drows, false, drow_weight, grads->gate_up,
                          grads->down);
-    dpl_ep_dispatch_bwd(ctx, &saved->ep, drows, drow_weight, d, dx, dweights);
+    dpl_ctx_phase(ctx, DPL_PHASE_DISPATCH);
+    dpl_ep_combine(ctx, &saved->ep, drows, drow_weight, d, false, dx, dweights);
+    dpl_ctx_phase(ctx, DPL_PHASE_ROUTER);
     dpl_router_backward(ctx, shape, weights, x, aux, saved, dweights, dx, grads->router);
     dpl_mlp shared = saved->shared;
     shared.x = x; // the caller may have moved it
     if (shape->shared_f)
         dpl_experts_backward(ctx, &shared, dy, dx, true, NULL, grads->shared_gate_up,
                              grads->shared_down);
+    dpl_ctx_phase(ctx, outside);
     dpl_ctx_release(ctx, mark);
 }

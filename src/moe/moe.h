@@ -100,16 +100,14 @@ dpl_ep dpl_ep_alloc(dpl_ctx *ctx, dpl_moe_memory *memory, const dpl_moe_shape *s
 dpl_status dpl_ep_prepare(dpl_ctx *ctx, dpl_comm *comm, const int32_t *ids, dpl_ep *ep,
                           double aux_out[2]);
 
-/* ---- dispatch.c ---- */
+/* ---- dispatch.c, combine.c: each is the gradient of the other ---- */
+// rows (N, D) = those of their tokens; row_weight (N) = weights of their slots. NULL: not wanted.
 void dpl_ep_dispatch(dpl_ctx *ctx, const dpl_ep *ep, dpl_mat x, const float *weights, size_t d,
                      dpl_mat rows, float *row_weight);
 // y (T, D) = the sum of the K rows of a token in slot order, or += with accumulate (y F32).
-void dpl_ep_combine(dpl_ctx *ctx, const dpl_ep *ep, dpl_mat rows, size_t d, bool accumulate,
-                    dpl_mat y);
-// dx (T, D) = sum over k of drows; dw (T, K) = drow_w, 0 where skipped.
-void dpl_ep_dispatch_bwd(dpl_ctx *ctx, const dpl_ep *ep, dpl_mat drows, const float *drow_w,
-                         size_t d, dpl_mat dx, float *dw);
-void dpl_ep_combine_bwd(dpl_ctx *ctx, const dpl_ep *ep, dpl_mat dy, size_t d, dpl_mat drows);
+// slot_value (T, K) = row_value (N) of their rows, 0 where skipped. NULL: not wanted.
+void dpl_ep_combine(dpl_ctx *ctx, const dpl_ep *ep, dpl_mat rows, const float *row_value, size_t d,
+                    bool accumulate, dpl_mat y, float *slot_value);
 
 /* ---- experts.c ---- */
 void dpl_experts_forward(dpl_ctx *ctx, const dpl_mlp *mlp, dpl_mat y);

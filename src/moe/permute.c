@@ -78,7 +78,6 @@ static dpl_status exchange_counts(dpl_comm *comm, dpl_ep *ep, int64_t *received)
 
 dpl_status dpl_ep_prepare(dpl_ctx *ctx, dpl_comm *comm, const int32_t *ids, dpl_ep *ep,
                           double aux_out[2]) {
-    const dpl_phase before = dpl_ctx_phase(ctx, DPL_PHASE_DISPATCH);
     const size_t mark = dpl_ctx_mark(ctx), bytes = report_bytes(ep->n_local);
     dpl_moe_report *report = dpl_ctx_alloc(ctx, bytes);
     int64_t *received = dpl_ctx_alloc(ctx, ep->n_local * sizeof(int64_t));
@@ -95,6 +94,5 @@ dpl_status dpl_ep_prepare(dpl_ctx *ctx, dpl_comm *comm, const int32_t *ids, dpl_
     if (status == DPL_OK) status = exchange_counts(comm, ep, received);
     if (status == DPL_OK && aux_out) memcpy(aux_out, report->aux, sizeof report->aux);
     dpl_ctx_release(ctx, mark);
-    dpl_ctx_phase(ctx, before);
     return status;
 }

@@ -10,7 +10,6 @@ void dpl_router_forward(dpl_ctx *ctx, const dpl_moe_shape *shape, const dpl_moe_
     const dpl_route_rule *rule = &shape->rule;
     const size_t n_tokens = saved->n_tokens;
     dpl_moe_report *report = saved->ep.report;
-    const dpl_phase before = dpl_ctx_phase(ctx, DPL_PHASE_ROUTER);
     dpl_gemm_forward(ctx, x, &weights->router, dpl_one_group(n_tokens),
                      dpl_mat_f32(saved->logits, rule->n_experts));
     dpl_route_forward(ctx, rule, saved->logits, weights->bias, segment, n_tokens, saved->score,
@@ -18,7 +17,6 @@ void dpl_router_forward(dpl_ctx *ctx, const dpl_moe_shape *shape, const dpl_moe_
     if (aux)
         dpl_aux_losses(ctx, rule, aux, saved->logits, saved->score, saved->ids, report->aux, NULL);
     else dpl_zero(ctx, report->aux, sizeof report->aux);
-    dpl_ctx_phase(ctx, before);
 }
 
 void dpl_router_backward(dpl_ctx *ctx, const dpl_moe_shape *shape, const dpl_moe_weights *weights,
@@ -26,7 +24,6 @@ void dpl_router_backward(dpl_ctx *ctx, const dpl_moe_shape *shape, const dpl_moe
                          const float *dweights, dpl_mat dx, float *drouter) {
     const dpl_route_rule *rule = &shape->rule;
     const dpl_groups all = dpl_one_group(saved->n_tokens);
-    const dpl_phase before = dpl_ctx_phase(ctx, DPL_PHASE_ROUTER);
     const size_t mark = dpl_ctx_mark(ctx);
     float *dlogits = dpl_ctx_alloc(ctx, saved->n_tokens * rule->n_experts * sizeof(float));
     double *values = dpl_ctx_alloc(ctx, 2 * sizeof(double)); // forward has reported them already
@@ -37,5 +34,4 @@ void dpl_router_backward(dpl_ctx *ctx, const dpl_moe_shape *shape, const dpl_moe
     if (drouter) dpl_gemm_wgrad(ctx, dl, x, all, rule->n_experts, shape->d, DPL_F32, drouter);
     dpl_gemm_dgrad(ctx, dl, &weights->router, all, dx, true);
     dpl_ctx_release(ctx, mark);
-    dpl_ctx_phase(ctx, before);
 }
