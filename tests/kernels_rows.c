@@ -38,16 +38,6 @@ static void check_max(kernel_test *t) {
     KERNEL_BENCH(t, N_BENCH, "elem", t->k->rows.max(x, N_BENCH));
 }
 
-static void check_sum(kernel_test *t) {
-    EACH_SIZE(t, n) {
-        const float *x = kernel_random(t, n);
-        near_sum(t, (double)t->k->rows.sum(x, n), (double)t->ref->rows.sum(x, n), n, U);
-    }
-    t->aligned = true;
-    const float *x = kernel_random(t, N_BENCH);
-    KERNEL_BENCH(t, N_BENCH, "elem", t->k->rows.sum(x, N_BENCH));
-}
-
 static void check_dot(kernel_test *t) {
     EACH_SIZE(t, n) {
         const float *x = kernel_random(t, n), *y = kernel_random(t, n);
@@ -58,27 +48,19 @@ static void check_dot(kernel_test *t) {
     KERNEL_BENCH(t, N_BENCH, "elem", t->k->rows.dot(x, y, N_BENCH));
 }
 
-typedef double (*sum_fn)(const float *x, size_t n);
-
-static void check_sum_of(kernel_test *t, sum_fn sum, sum_fn ref) {
-    EACH_SIZE(t, n) {
-        float *x = kernel_random(t, n);
-        near_sum(t, sum(x, n), ref(x, n), n, 0x1p-53);
-        if (n == 0) continue;
-        x[n / 2] = INFINITY;
-        if (isfinite(sum(x, n))) kernel_same(t, "infinity", "0", "1", 1);
-    }
+static void check_sum_f64(kernel_test *t) {
+    for (int squares = 0; squares < 2; squares++) EACH_SIZE(t, n) {
+            float *x = kernel_random(t, n);
+            near_sum(t, t->k->rows.sum_f64(x, squares, n), t->ref->rows.sum_f64(x, squares, n), n,
+                     0x1p-53);
+            if (n == 0) continue;
+            x[n / 2] = INFINITY;
+            if (isfinite(t->k->rows.sum_f64(x, squares, n)))
+                kernel_same(t, "infinity", "0", "1", 1);
+        }
     t->aligned = true;
     const float *x = kernel_random(t, N_BENCH);
-    KERNEL_BENCH(t, N_BENCH, "elem", sum(x, N_BENCH));
-}
-
-static void check_sum_f64(kernel_test *t) {
-    check_sum_of(t, t->k->rows.sum_f64, t->ref->rows.sum_f64);
-}
-
-static void check_sum_squares(kernel_test *t) {
-    check_sum_of(t, t->k->rows.sum_squares_f64, t->ref->rows.sum_squares_f64);
+    KERNEL_BENCH(t, N_BENCH, "elem", t->k->rows.sum_f64(x, true, N_BENCH));
 }
 
 static float *copy_of(kernel_test *t, const float *x, size_t n) {
@@ -243,37 +225,19 @@ static void check_norm_backward(kernel_test *t) {
                  t->k->rows.norm_backward(dy, gain, x, 1, 0, false, dx, dgain, N_BENCH));
 }
 
-static void check_rope_split(kernel_test *t) {
-    EACH_SIZE(t, n) {
-        const float *co = kernel_random(t, n), *si = kernel_random(t, n);
-        float *lo = kernel_random(t, n), *want_lo = copy_of(t, lo, n);
-        float *hi = kernel_random(t, n), *want_hi = copy_of(t, hi, n);
-        t->k->rows.rope_split(co, si, -1, lo, hi, n);
-        t->ref->rows.rope_split(co, si, -1, want_lo, want_hi, n);
-        kernel_near(t, "lo", lo, want_lo, n, 4 * U * TERM);
-        kernel_near(t, "hi", hi, want_hi, n, 4 * U * TERM);
-    }
+static void check_rope(kernel_test *t) {
+    for (int interleaved = 0; interleaved < 2; interleaved++) EACH_SIZE(t, n) {
+            const float *co = kernel_random(t, n), *si = kernel_random(t, n);
+            float *x = kernel_random(t, 2 * n), *want = copy_of(t, x, 2 * n);
+            t->k->rows.rope(co, si, -1, interleaved, x, n);
+            t->ref->rows.rope(co, si, -1, interleaved, want, n);
+            kernel_near(t, interleaved ? "pairs" : "split", x, want, 2 * n, 4 * U * TERM);
+        }
     t->aligned = true;
     float *x = kernel_random(t, N_BENCH), *angle = kernel_random(t, N_BENCH);
     t->ref->rows.sigmoid(angle, angle, N_BENCH); // Below 1: repeated calls stay finite.
     t->ref->rows.scale(0.5f, angle, N_BENCH);
-    KERNEL_BENCH(t, N_BENCH, "elem",
-                 t->k->rows.rope_split(angle, angle, 1, x, x + N_BENCH / 2, N_BENCH / 2));
-}
-
-static void check_rope_pairs(kernel_test *t) {
-    EACH_SIZE(t, n) {
-        const float *co = kernel_random(t, n), *si = kernel_random(t, n);
-        float *x = kernel_random(t, 2 * n), *want = copy_of(t, x, 2 * n);
-        t->k->rows.rope_pairs(co, si, -1, x, n);
-        t->ref->rows.rope_pairs(co, si, -1, want, n);
-        kernel_near(t, "pairs", x, want, 2 * n, 4 * U * TERM);
-    }
-    t->aligned = true;
-    float *x = kernel_random(t, N_BENCH), *angle = kernel_random(t, N_BENCH);
-    t->ref->rows.sigmoid(angle, angle, N_BENCH);
-    t->ref->rows.scale(0.5f, angle, N_BENCH);
-    KERNEL_BENCH(t, N_BENCH, "elem", t->k->rows.rope_pairs(angle, angle, 1, x, N_BENCH / 2));
+    KERNEL_BENCH(t, N_BENCH, "elem", t->k->rows.rope(angle, angle, 1, true, x, N_BENCH / 2));
 }
 
 static void check_swiglu_forward(kernel_test *t) {
@@ -342,10 +306,8 @@ static void check_adamw(kernel_test *t) {
 
 const kernel_entry kernel_row_entries[] = {
     {"row_max", check_max},
-    {"row_sum", check_sum},
     {"row_dot", check_dot},
     {"row_sum_f64", check_sum_f64},
-    {"row_sum_squares_f64", check_sum_squares},
     {"row_axpy", check_axpy},
     {"row_add", check_add},
     {"row_scale", check_scale},
@@ -356,8 +318,7 @@ const kernel_entry kernel_row_entries[] = {
     {"row_norm_forward", check_norm_forward},
     {"row_norm_dot", check_norm_dot},
     {"row_norm_backward", check_norm_backward},
-    {"row_rope_split", check_rope_split},
-    {"row_rope_pairs", check_rope_pairs},
+    {"row_rope", check_rope},
     {"row_swiglu_forward", check_swiglu_forward},
     {"row_swiglu_backward", check_swiglu_backward},
     {"row_adamw", check_adamw},

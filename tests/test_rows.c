@@ -692,8 +692,8 @@ static void optim_size(size_t n) {
     const bool has_copy = t.dtype == DPL_BF16;
     dpl_adamw_step(t.ctx, &a, g, n, p, m, v, has_copy ? copy : NULL);
     dpl_to_bf16(t.ctx, g, n, rounded);
-    dpl_sum(t.ctx, g, n, sums);
-    dpl_sum_squares(t.ctx, g, n, sums + 1);
+    dpl_sum(t.ctx, g, false, n, sums);
+    dpl_sum(t.ctx, g, true, n, sums + 1);
     settle();
     check_adamw(&a, n, g, before, p, m, v);
     double sum = 0, size = 0, squares = 0;
@@ -768,13 +768,13 @@ static void sum_squares_case(void) {
         for (size_t i = 0; i < DPL_COUNT(bad); i++) {
             const float good = x[at];
             x[at] = bad[i];
-            dpl_sum_squares(t.ctx, x, N, sum);
+            dpl_sum(t.ctx, x, true, N, sum);
             dpl_ctx_wait(t.ctx);
             assert_true(!isfinite(*sum));
             x[at] = good;
         }
     x[5] = 3e38f;
-    dpl_sum_squares(t.ctx, x, N, sum);
+    dpl_sum(t.ctx, x, true, N, sum);
     settle();
     near(*sum, (double)x[5] * (double)x[5], 1e-15 * *sum, "large square", 0, 0);
     end();
@@ -822,7 +822,7 @@ static void kernel_case(void) {
             want_sum += (double)x[i], want_dot += (double)x[i] * (double)y[i];
             want_max = fmax(want_max, (double)x[i]);
         }
-        sum = (double)k->sum(x, n), dot = (double)k->dot(x, y, n);
+        sum = k->sum_f64(x, false, n), dot = (double)k->dot(x, y, n);
         near(sum, want_sum, 20 * U * (double)n, "sum", 0, n);
         near(dot, want_dot, 20 * U * (double)n, "dot", 0, n);
         assert_true((double)k->max(x, n) == want_max);

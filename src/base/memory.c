@@ -12,14 +12,12 @@
 #include "base/base.h"
 
 // The sanitizer's macros do nothing without it.
-#if defined(__SANITIZE_ADDRESS__)
-#define STRETCH 2
-#elif defined(__has_feature)
-#if __has_feature(address_sanitizer)
-#define STRETCH 2
+#ifndef __has_feature
+#define __has_feature(feature) 0
 #endif
-#endif
-#ifndef STRETCH
+#if defined(__SANITIZE_ADDRESS__) || __has_feature(address_sanitizer)
+#define STRETCH 2
+#else
 #define STRETCH 1
 #endif
 

@@ -17,16 +17,11 @@
 #define THREADS_MAX 4096
 #define GATE_OPEN   0x80000000u
 
-typedef struct worker {
-    pthread_t thread;
-    dpl_pool *pool;
-    int i_thread;
-} worker;
-
 struct dpl_pool {
     int n_threads, n_started; // the caller's included
+    atomic_int n_numbered;    // threads that have taken their i_thread
     pthread_mutex_t busy;     // held by the thread whose run it is
-    worker *workers;          // n_threads; the first stands for the caller
+    pthread_t *threads;       // n_threads; the first stands for the caller
     // The run. Written while the gate is shut and empty, read by those inside only.
     dpl_task_fn fn;
     void *arg;
@@ -90,8 +85,8 @@ static void help(dpl_pool *pool, int i_thread) {
 }
 
 static void *work(void *arg) {
-    const worker *self = arg;
-    dpl_pool *pool = self->pool;
+    dpl_pool *pool = arg;
+    const int i_thread = atomic_fetch_add(&pool->n_numbered, 1);
     uint32_t seen = 0;
     for (;;) {
         if (!spin_while_equal(&pool->n_runs, seen)) {
@@ -101,7 +96,7 @@ static void *work(void *arg) {
         }
         seen = atomic_load(&pool->n_runs);
         if (atomic_load(&pool->quit)) return NULL;
-        help(pool, self->i_thread);
+        help(pool, i_thread);
     }
 }
 
@@ -144,12 +139,8 @@ static void start_workers(dpl_pool *pool) {
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    for (; pool->n_started < pool->n_threads; pool->n_started++) {
-        worker *w = &pool->workers[pool->n_started];
-        w->pool = pool;
-        w->i_thread = pool->n_started;
-        if (pthread_create(&w->thread, NULL, work, w)) break;
-    }
+    for (; pool->n_started < pool->n_threads; pool->n_started++)
+        if (pthread_create(&pool->threads[pool->n_started], NULL, work, pool)) break;
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
@@ -161,10 +152,10 @@ dpl_status dpl_pool_open(int n_threads, dpl_pool **pool_out) {
     DPL_EXPECT(pool, DPL_ENOMEM, "pool: no memory for %d threads", n_threads);
     pthread_mutex_init(&pool->busy, NULL);
     pool->n_threads = n_threads;
-    pool->n_started = 1;
-    pool->workers = dpl_alloc_array((size_t)n_threads, sizeof *pool->workers);
-    if (pool->workers) start_workers(pool);
-    if (pool->workers && pool->n_started == n_threads) {
+    pool->n_started = pool->n_numbered = 1;
+    pool->threads = dpl_alloc_array((size_t)n_threads, sizeof *pool->threads);
+    if (pool->threads) start_workers(pool);
+    if (pool->threads && pool->n_started == n_threads) {
         *pool_out = pool;
         return DPL_OK;
     }
@@ -179,9 +170,9 @@ void dpl_pool_close(dpl_pool **pool) {
     atomic_store(&p->quit, true);
     atomic_fetch_add(&p->n_runs, 1);
     futex_wake(&p->n_runs, INT_MAX);
-    for (int i = 1; i < p->n_started; i++) pthread_join(p->workers[i].thread, NULL);
+    for (int i = 1; i < p->n_started; i++) pthread_join(p->threads[i], NULL);
     pthread_mutex_destroy(&p->busy);
-    dpl_free(p->workers);
+    dpl_free(p->threads);
     dpl_free(p);
     *pool = NULL;
 }

@@ -51,10 +51,8 @@ struct dpl_adamw; // ops.h
 
 typedef struct dpl_row_kernels {
     float (*max)(const float *x, size_t n); // -inf for n = 0; NaNs are passed over
-    float (*sum)(const float *x, size_t n);
     float (*dot)(const float *x, const float *y, size_t n);
-    double (*sum_f64)(const float *x, size_t n);
-    double (*sum_squares_f64)(const float *x, size_t n);
+    double (*sum_f64)(const float *x, bool squares, size_t n);
 
     void (*axpy)(float a, const float *x, float *y, size_t n); // y += a * x
     void (*add)(const float *a, const float *b, float *y, size_t n);
@@ -74,10 +72,9 @@ typedef struct dpl_row_kernels {
     void (*norm_backward)(const float *dy, const float *gain, const float *x, float rstd, float c,
                           bool accumulate, float *dx, float *dgain, size_t n);
 
-    // Rotation of the pairs (lo[i], hi[i]) or (x[2i], x[2i+1]) by (cos[i], sign * sin[i]).
-    void (*rope_split)(const float *cos, const float *sin, float sign, float *lo, float *hi,
-                       size_t n);
-    void (*rope_pairs)(const float *cos, const float *sin, float sign, float *x, size_t n);
+    // Rotation of the n pairs (x[2i], x[2i+1]) or (x[i], x[i+n]) by (cos[i], sign * sin[i]).
+    void (*rope)(const float *cos, const float *sin, float sign, bool interleaved, float *x,
+                 size_t n);
 
     // gate_up: blocks of 16 gate and 16 up columns, whole blocks always. h (f) = silu(g) * u * w
     void (*swiglu_forward)(const float *gate_up, float w, float *h, size_t f);

@@ -74,25 +74,21 @@ INLINE float fold(const void *lanes) {
     return ((t[0] + t[4]) + (t[2] + t[6])) + ((t[1] + t[5]) + (t[3] + t[7]));
 }
 
-// The sum of x * y * z, of which y and z may be NULL. Two sets of lanes hide the latency of the
+// The sum of x * y * z, of which z may be NULL. Two sets of lanes hide the latency of the
 // additions; the last elements go into lanes 0, 1, ...
 INLINE float sum_products(const float *x, const float *y, const float *z, size_t n) {
     reg sum[2 * N_REGS] = {0};
     size_t i = 0;
     for (; i + 2 * LANES <= n; i += 2 * LANES)
         for (size_t r = 0, j = i; r < 2 * N_REGS; r++, j += REG) {
-            const reg xy = y ? load(x + j) * load(y + j) : load(x + j);
+            const reg xy = load(x + j) * load(y + j);
             sum[r] += z ? xy * load(z + j) : xy;
         }
     for (int r = 0; r < N_REGS; r++) sum[r] += sum[r + N_REGS];
     float lane[LANES];
     memcpy(lane, sum, sizeof lane);
-    for (; i < n; i++) lane[i % LANES] += (y ? x[i] * y[i] : x[i]) * (z ? z[i] : 1);
+    for (; i < n; i++) lane[i % LANES] += x[i] * y[i] * (z ? z[i] : 1);
     return fold(lane);
-}
-
-static float row_sum(const float *x, size_t n) {
-    return sum_products(x, NULL, NULL, n);
 }
 
 static float row_dot(const float *x, const float *y, size_t n) {
@@ -137,12 +133,8 @@ INLINE double sum_powers_f64(const float *x, size_t n, bool square) {
     return ((t[0] + t[4]) + (t[2] + t[6])) + ((t[1] + t[5]) + (t[3] + t[7]));
 }
 
-static double row_sum_f64(const float *x, size_t n) {
-    return sum_powers_f64(x, n, false);
-}
-
-static double row_sum_squares_f64(const float *x, size_t n) {
-    return sum_powers_f64(x, n, true);
+static double row_sum_f64(const float *x, bool squares, size_t n) {
+    return squares ? sum_powers_f64(x, n, true) : sum_powers_f64(x, n, false);
 }
 
 /* ---- elementwise ----------------------------------------------------------------------------- */
@@ -232,23 +224,21 @@ static void row_norm_backward(const float *dy, const float *gain, const float *x
     }
 }
 
-static void row_rope_split(const float *cos, const float *sin, float sign, float *lo, float *hi,
-                           size_t n) {
+// Pairs start `step` apart.
+INLINE void rotate(const float *cos, const float *sin, float sign, float *lo, float *hi,
+                   size_t step, size_t n) {
     INDEPENDENT
     for (size_t i = 0; i < n; i++) {
-        const float a = lo[i], b = hi[i], s = sign * sin[i];
-        lo[i] = a * cos[i] - b * s;
-        hi[i] = b * cos[i] + a * s;
+        const float a = lo[i * step], b = hi[i * step], s = sign * sin[i];
+        lo[i * step] = a * cos[i] - b * s;
+        hi[i * step] = b * cos[i] + a * s;
     }
 }
 
-static void row_rope_pairs(const float *cos, const float *sin, float sign, float *x, size_t n) {
-    INDEPENDENT
-    for (size_t i = 0; i < n; i++) {
-        const float a = x[2 * i], b = x[2 * i + 1], s = sign * sin[i];
-        x[2 * i] = a * cos[i] - b * s;
-        x[2 * i + 1] = b * cos[i] + a * s;
-    }
+static void row_rope(const float *cos, const float *sin, float sign, bool interleaved, float *x,
+                     size_t n) {
+    if (interleaved) rotate(cos, sin, sign, x, x + 1, 2, n);
+    else rotate(cos, sin, sign, x, x + n, 1, n);
 }
 
 /* ---- SwiGLU: gate_up comes in blocks of 16 gate and 16 up columns ---------------------------- */
@@ -320,8 +310,7 @@ static void row_adamw(const dpl_adamw *rule, const float *grad, float *param, fl
     }
 }
 
-#define ROW_KERNELS                                                                               \
-    row_max, row_sum, row_dot, row_sum_f64, row_sum_squares_f64, row_axpy, row_add, row_scale,    \
-        row_exp_sub_sum, row_sigmoid, row_to_bf16, row_from_bf16, row_norm_forward, row_norm_dot, \
-        row_norm_backward, row_rope_split, row_rope_pairs, row_swiglu_forward,                    \
-        row_swiglu_backward, row_adamw
+#define ROW_KERNELS                                                                              \
+    row_max, row_dot, row_sum_f64, row_axpy, row_add, row_scale, row_exp_sub_sum, row_sigmoid,   \
+        row_to_bf16, row_from_bf16, row_norm_forward, row_norm_dot, row_norm_backward, row_rope, \
+        row_swiglu_forward, row_swiglu_backward, row_adamw

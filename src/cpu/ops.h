@@ -208,9 +208,8 @@ typedef struct dpl_adamw {
 // One pass: moments, update, and the bf16 compute copy if there is one (NULL: none).
 void dpl_adamw_step(dpl_ctx *ctx, const dpl_adamw *a, const float *grad, size_t n, float *param,
                     float *m, float *v, uint16_t *copy);
-// In fixed chunks, in order. The sum of squares is not finite if any x is not.
-void dpl_sum(dpl_ctx *ctx, const float *x, size_t n, double *sum_out);
-void dpl_sum_squares(dpl_ctx *ctx, const float *x, size_t n, double *sum_out);
+// Of x, or of its squares, in fixed chunks, in order. Not finite if any x is not.
+void dpl_sum(dpl_ctx *ctx, const float *x, bool squares, size_t n, double *sum_out);
 void dpl_to_bf16(dpl_ctx *ctx, const float *x, size_t n, uint16_t *y);
 
 // Multiply-adds in fp32 registers, as FLOP/s: the sum of each thread's best while all work; 0

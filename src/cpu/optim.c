@@ -48,8 +48,7 @@ typedef struct sum_args {
 static void sum_part(const void *args, const dpl_part *part) {
     const sum_args *a = args;
     const size_t n = part->end - part->first;
-    a->partial[part->i] = a->squares ? part->k->sum_squares_f64(a->x + part->first, n)
-                                     : part->k->sum_f64(a->x + part->first, n);
+    a->partial[part->i] = part->k->sum_f64(a->x + part->first, a->squares, n);
 }
 
 static void run_sum(dpl_ctx *ctx, const void *args) {
@@ -61,16 +60,8 @@ static void run_sum(dpl_ctx *ctx, const void *args) {
     *a.out = sum;
 }
 
-static void submit_sum(dpl_ctx *ctx, const float *x, size_t n, bool squares, double *sum_out) {
+void dpl_sum(dpl_ctx *ctx, const float *x, bool squares, size_t n, double *sum_out) {
     const size_t grain = DPL_MAX(CHUNK, dpl_div_up(n, PARTIALS));
     const sum_args args = {{sum_part, n, grain}, x, squares, NULL, sum_out};
     DPL_SUBMIT(ctx, run_sum, args, {sum_out, sizeof *sum_out});
-}
-
-void dpl_sum(dpl_ctx *ctx, const float *x, size_t n, double *sum_out) {
-    submit_sum(ctx, x, n, false, sum_out);
-}
-
-void dpl_sum_squares(dpl_ctx *ctx, const float *x, size_t n, double *sum_out) {
-    submit_sum(ctx, x, n, true, sum_out);
 }

@@ -218,7 +218,7 @@ static float aux_probability(const aux_args *a, const dpl_row_kernels *k, const 
         softmax_row(k, score, prob, n);
         return 1;
     }
-    const float sum = k->sum(score, n) + NORM_EPS;
+    const float sum = (float)k->sum_f64(score, false, n) + NORM_EPS;
     for (size_t e = 0; e < n; e++) prob[e] = score[e] / sum;
     return sum;
 }

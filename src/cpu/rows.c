@@ -58,8 +58,8 @@ static void norm_forward(const void *args, const dpl_part *part) {
 
 void dpl_rmsnorm_forward(dpl_ctx *ctx, dpl_mat x, const float *gain, size_t n_rows, size_t d,
                          float eps, dpl_mat y, float *rstd) {
-    row_args a = {.d = d, .a = x, .out = y, .weight = gain, .rstd = rstd, .eps = eps};
-    a.loop = (dpl_loop){norm_forward, n_rows, dpl_row_grain(d * 4)};
+    const dpl_loop loop = {norm_forward, n_rows, dpl_row_grain(d * 4)};
+    const row_args a = {loop, d, x, .out = y, .weight = gain, .rstd = rstd, .eps = eps};
     submit_rows(ctx, &a, dpl_run_loop, d);
 }
 
@@ -111,8 +111,7 @@ void dpl_rmsnorm_backward(dpl_ctx *ctx, dpl_mat dy, dpl_mat x, const float *gain
     const size_t mark = dpl_ctx_mark(ctx);
     // At most 64 chunks, so that the partial sums of dgain stay small beside the rows.
     const size_t grain = DPL_MAX(4, dpl_div_up(n_rows, 64));
-    row_args a = {.d = d, .a = x, .b = dy, .out = dx, .weight = gain, .dgain = dgain};
-    a.loop = (dpl_loop){norm_backward, n_rows, grain};
+    row_args a = {{norm_backward, n_rows, grain}, d, x, dy, dx, gain, .dgain = dgain};
     a.rstd = (float *)(uintptr_t)rstd;
     a.accumulate = accumulate;
     a.partial = dpl_ctx_alloc(ctx, dpl_div_up(n_rows, grain) * d * sizeof(float));
@@ -140,8 +139,7 @@ static void rope_rows(const void *args, const dpl_part *part) {
             const size_t col = head * r->head_stride + r->first;
             float *x = dpl_row_target(a->x, row, col, part->scratch);
             dpl_row_load(k, a->x, row, col, r->d_rope, x);
-            if (r->interleaved) k->rope_pairs(cos, sin, a->sign, x, half);
-            else k->rope_split(cos, sin, a->sign, x, x + half, half);
+            k->rope(cos, sin, a->sign, r->interleaved, x, half);
             dpl_row_store(k, a->x, row, col, x, r->d_rope);
         }
     }
@@ -168,8 +166,8 @@ static void swiglu_forward(const void *args, const dpl_part *part) {
 
 void dpl_swiglu_forward(dpl_ctx *ctx, dpl_mat gate_up, const float *row_weight, size_t n_rows,
                         size_t f, dpl_mat h) {
-    row_args a = {.d = f, .a = gate_up, .out = h, .weight = row_weight};
-    a.loop = (dpl_loop){swiglu_forward, n_rows, dpl_row_grain(f * 8)};
+    const dpl_loop loop = {swiglu_forward, n_rows, dpl_row_grain(f * 8)};
+    const row_args a = {loop, f, gate_up, .out = h, .weight = row_weight};
     submit_rows(ctx, &a, dpl_run_loop, f);
 }
 
@@ -194,9 +192,8 @@ static void swiglu_backward(const void *args, const dpl_part *part) {
 
 void dpl_swiglu_backward(dpl_ctx *ctx, dpl_mat dh, dpl_mat gate_up, const float *row_weight,
                          size_t n_rows, size_t f, dpl_mat dgate_up, float *drow_weight) {
-    row_args a = {.d = f, .a = gate_up, .b = dh, .out = dgate_up, .weight = row_weight};
-    a.loop = (dpl_loop){swiglu_backward, n_rows, dpl_row_grain(f * 8)};
-    a.drow_weight = drow_weight;
+    const dpl_loop loop = {swiglu_backward, n_rows, dpl_row_grain(f * 8)};
+    const row_args a = {loop, f, gate_up, dh, dgate_up, row_weight, .drow_weight = drow_weight};
     submit_rows(ctx, &a, dpl_run_loop, dpl_gate_up_width(f));
 }
 
@@ -214,8 +211,7 @@ static void add_rows(const void *args, const dpl_part *part) {
 }
 
 void dpl_add(dpl_ctx *ctx, dpl_mat a, dpl_mat b, size_t n_rows, size_t d, dpl_mat out) {
-    row_args args = {.d = d, .a = a, .b = b, .out = out};
-    args.loop = (dpl_loop){add_rows, n_rows, dpl_row_grain(d * 8)};
+    const row_args args = {{add_rows, n_rows, dpl_row_grain(d * 8)}, d, a, b, .out = out};
     submit_rows(ctx, &args, dpl_run_loop, d);
 }
 
@@ -424,18 +420,8 @@ typedef struct xent_args {
     float *loss, *zloss;
 } xent_args;
 
-// exp(logit - max) never overflows. With a gradient wanted it replaces the logits, else it only
-// passes through a buffer.
-static double xent_sum(const xent_args *a, const dpl_row_kernels *k, float *x, float max) {
-    float buf[DPL_ROW_BLOCK];
-    double sum = 0;
-    DPL_EACH_BLOCK(col, n, a->v)
-    sum += (double)k->exp_sub_sum(x + col, max, a->dscale != 0 ? x + col : buf, n);
-    return sum;
-}
-
 static void xent_row(const xent_args *a, const dpl_row_kernels *k, size_t row) {
-    float *x = a->logits + row * a->ld;
+    float *x = a->logits + row * a->ld, buf[DPL_ROW_BLOCK];
     const int32_t target = a->targets[row];
     if (target < 0) {
         a->loss[row] = a->zloss[row] = 0.0f;
@@ -443,7 +429,12 @@ static void xent_row(const xent_args *a, const dpl_row_kernels *k, size_t row) {
         return;
     }
     const float max = k->max(x, a->v);
-    const double x_target = (double)x[target], sum = xent_sum(a, k, x, max);
+    const double x_target = (double)x[target];
+    double sum = 0;
+    // exp(logit - max) never overflows. With a gradient wanted it replaces the logits.
+    DPL_EACH_BLOCK(col, n, a->v) {
+        sum += (double)k->exp_sub_sum(x + col, max, a->dscale != 0 ? x + col : buf, n);
+    }
     const double lse = (double)max + log(sum);
     a->loss[row] = (float)((double)max - x_target + log(sum));
     a->zloss[row] = a->z != 0.0f ? (float)((double)a->z * lse * lse) : 0.0f;

@@ -216,8 +216,8 @@ static void cross_entropy(const pass *p, size_t k, float *loss, float *z) {
         dpl_gemm_wgrad(m->ctx, logits, h, dpl_one_group(n), V, m->config.d, w.dtype,
                        dpl_model_grad(m, head_param(m)));
     }
-    dpl_sum(m->ctx, loss, n_rows, &d->sums[0]);
-    dpl_sum(m->ctx, z, n_rows, &d->sums[1]);
+    dpl_sum(m->ctx, loss, false, n_rows, &d->sums[0]);
+    dpl_sum(m->ctx, z, false, n_rows, &d->sums[1]);
     dpl_ctx_phase(m->ctx, DPL_PHASE_OTHER);
     dpl_ctx_release(m->ctx, mark);
 }
@@ -255,7 +255,7 @@ static void head_forward(const pass *p, size_t k) {
           *z = dpl_ctx_alloc(m->ctx, T * sizeof *z);
     if (p->logits_out) {
         head_logits(m, d->normed, T, p->logits_out);
-        dpl_sum_squares(m->ctx, p->logits_out, T * m->config.vocab, &d->sums[2]);
+        dpl_sum(m->ctx, p->logits_out, true, T * m->config.vocab, &d->sums[2]);
     }
     if (d->batch.targets) cross_entropy(p, k, loss, z);
     probe_head(p, k, loss);
@@ -277,12 +277,7 @@ static const char *bad_tensor(dpl_model *m, int layer, bool more) {
         if (!t->param || t->copy_of_shared) continue;
         const int its = t->param->layer;
         if (its != layer && (!more || (its >= 0 && its < layer))) continue;
-        const size_t n = dpl_disk_elems(t), mark = dpl_ctx_mark(m->ctx);
-        float *values = dpl_ctx_alloc(m->ctx, n * sizeof *values);
-        dpl_disk_gather(t, m->params.master, values);
-        const bool good = is_finite(m, values, n);
-        dpl_ctx_release(m->ctx, mark);
-        if (!good) return t->name;
+        if (!dpl_disk_is_finite(t, m->params.master)) return t->name;
     }
     return NULL;
 }

@@ -130,15 +130,10 @@ void dpl_optimizer_close(dpl_optimizer *opt) {
 }
 
 static dpl_status name_bad_gradient(const dpl_model *model, const dpl_param *param) {
-    char name[192], expert[64] = "";
-    const float *grad = dpl_model_grad(model, param);
-    size_t i = 0;
-    while (i < param->elems && isfinite(grad[i])) i++;
-    dpl_param_name(model, param, name, sizeof name);
-    if (param->n_groups > 1)
-        snprintf(expert, sizeof expert, " of expert %zu", i / (param->elems / param->n_groups));
-    return dpl_fail(DPL_ENUMERIC, "layer %d, %s: the gradient%s is not finite", param->layer, name,
-                    expert);
+    const dpl_disk_tensor *t = &model->disk[param->disk];
+    while (t->param == param && dpl_disk_is_finite(t, model->params.grad)) t++;
+    return dpl_fail(DPL_ENUMERIC, "layer %d, %s: the gradient is not finite", param->layer,
+                    t->name);
 }
 
 dpl_status dpl_optimizer_norm(dpl_optimizer *opt, double *norm_out) {
@@ -148,8 +143,7 @@ dpl_status dpl_optimizer_norm(dpl_optimizer *opt, double *norm_out) {
     memset(opt->squares, 0, model->params.n * sizeof *opt->squares);
     for (size_t i = 0; i < model->params.n; i++, param++)
         if (opt->trains[i])
-            dpl_sum_squares(model->ctx, dpl_model_grad(model, param), param->elems,
-                            &opt->squares[i]);
+            dpl_sum(model->ctx, dpl_model_grad(model, param), true, param->elems, &opt->squares[i]);
     dpl_ctx_wait(model->ctx);
     for (size_t i = 0; i < model->params.n; i++) {
         if (!isfinite(opt->squares[i])) return name_bad_gradient(model, &model->params.list[i]);
