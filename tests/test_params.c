@@ -100,21 +100,6 @@ static void tied_embedding_is_one_tensor(void **state) {
     kit_close(&tied);
 }
 
-static void messages_name_tensors(void **state) {
-    (void)state;
-    const oracle_config c = scene_small_config();
-    kit k;
-    char text[160];
-    open_plain(&c, DPL_F32, 1, &k);
-    dpl_param_name(k.model, dpl_model_param(k.model, 1, DPL_P_EXPERT_DOWN), text, sizeof text);
-    assert_non_null(strstr(text, "model.layers.1.mlp.experts.0.down_proj.weight"));
-    dpl_param_name(k.model, dpl_model_param(k.model, -1, DPL_P_EMBED), text, sizeof text);
-    assert_string_equal(text, "model.embed_tokens.weight");
-    dpl_param_name(k.model, dpl_model_param(k.model, 0, DPL_P_GATE_UP), text, sizeof text);
-    assert_string_equal(text, "model.layers.0.mlp.gate_proj.weight and up_proj");
-    kit_close(&k);
-}
-
 /* ---- rows and panels ---- */
 
 static float mark_of(size_t tensor, size_t element) {
@@ -408,7 +393,6 @@ int main(void) {
         cmocka_unit_test(names_are_those_of_the_reference_folders),
         cmocka_unit_test(counts_agree_with_the_table),
         cmocka_unit_test(tied_embedding_is_one_tensor),
-        cmocka_unit_test(messages_name_tensors),
         cmocka_unit_test(rows_survive_the_way_to_panels_and_back),
         cmocka_unit_test(square_experts_are_not_transposed),
         cmocka_unit_test(initial_values_depend_on_seed_and_name_alone),

@@ -207,11 +207,10 @@ static inline float *dpl_model_bias(const dpl_model *model, size_t layer) {
 // Between row-major `values` and the tensor's slice of a flat array (any laid out as params).
 void dpl_disk_gather(const dpl_disk_tensor *tensor, const float *flat, float *values);
 void dpl_disk_scatter(const dpl_disk_tensor *tensor, float *flat, const float *values);
+bool dpl_disk_is_finite(const dpl_disk_tensor *tensor, const float *flat);
 static inline size_t dpl_disk_elems(const dpl_disk_tensor *tensor) {
     return (size_t)(tensor->shape[0] * tensor->shape[1]);
 }
-// Name for messages: "model.layers.3.mlp.gate_proj.weight and up_proj".
-void dpl_param_name(const dpl_model *model, const dpl_param *param, char *text, size_t size);
 
 /* ---- weights.c ---- */
 // Strict: every tensor of the model exactly once, unknown ones are errors.

@@ -132,13 +132,6 @@ static void build_table(dpl_model *m) {
     }
 }
 
-void dpl_param_name(const dpl_model *model, const dpl_param *param, char *text, size_t size) {
-    const char *more = param->n_groups > 1          ? " and the other experts'"
-                       : param->kind == DPL_GATE_UP ? " and up_proj"
-                                                    : "";
-    snprintf(text, size, "%s%s", model->disk[param->disk].name, more);
-}
-
 /* ---- memory ---- */
 // NULL: the error is worded.
 static void *alloc_flat(const dpl_model *m, size_t bytes, const char *what) {
@@ -250,6 +243,16 @@ void dpl_disk_scatter(const dpl_disk_tensor *t, float *flat, const float *values
         float *dst = flat + slice_row(t, r, &step);
         for (size_t i = 0; i < t->param->k; i++) dst[i * step] = *values++;
     }
+}
+
+bool dpl_disk_is_finite(const dpl_disk_tensor *t, const float *flat) {
+    size_t step;
+    for (size_t r = 0; r < slice_rows(t); r++) {
+        const float *src = flat + slice_row(t, r, &step);
+        for (size_t i = 0; i < t->param->k; i++)
+            if (!isfinite(src[i * step])) return false;
+    }
+    return true;
 }
 
 /* ---- initial values ---- */
