@@ -14,8 +14,6 @@
 
 #include "io/io.h"
 
-#define N_OPEN_MAX 32 // descriptors that a walk over a tree may hold
-
 static atomic_size_t fault_countdown;
 
 void dpl_fault_write(size_t nth) {
@@ -75,16 +73,17 @@ dpl_status dpl_path_join(const char *dir, const char *name, char *out) {
     return DPL_OK;
 }
 
-// The folder of "DIR/NAME", and "DIR/.NAME.tmp"; both have room for PATH_MAX bytes.
-static dpl_status split_path(const char *path, char *dir, char *temp) {
+static dpl_status name_out(const char *path, dpl_out *out) {
     char copy[PATH_MAX], hidden[PATH_MAX + 8];
     if (strlen(path) >= PATH_MAX) return fail_long(path);
     const char *name = basename(strcpy(copy, path));
-    if (*name == '/' || !strcmp(name, ".") || !strcmp(name, ".."))
-        return dpl_fail(DPL_EINVAL, "'%s' does not end in a name", path);
+    DPL_CHECK(*name != '/' && strcmp(name, ".") && strcmp(name, ".."),
+              "'%s' does not end in a name", path);
     snprintf(hidden, sizeof hidden, ".%s.tmp", name);
-    strcpy(dir, dirname(copy));
-    return dpl_path_join(dir, hidden, temp);
+    strcpy(out->path, path);
+    strcpy(out->dir, dirname(copy));
+    out->fd = -1;
+    return dpl_path_join(out->dir, hidden, out->temp);
 }
 
 dpl_status dpl_make_dirs(const char *path) {
@@ -93,8 +92,8 @@ dpl_status dpl_make_dirs(const char *path) {
     for (char *at = part; (at = strchr(at + 1, '/')); *at = '/') {
         *at = '\0';
         const int error = mkdir(part, 0777) == 0 ? 0 : errno;
-        if (error != 0 && !dpl_path_is_dir(part))
-            return dpl_fail(DPL_EIO, "cannot make the folder %s: %s", part, strerror(error));
+        DPL_EXPECT(error == 0 || dpl_path_is_dir(part), DPL_EIO, "cannot make the folder %s: %s",
+                   part, strerror(error));
     }
     return DPL_OK;
 }
@@ -106,8 +105,8 @@ static int remove_one(const char *path, const struct stat *st, int kind, struct 
 
 // Calls fn for everything below `path` and for itself, contents before their folder.
 static dpl_status walk(const char *path, __nftw_func_t fn) {
-    const int rc = nftw(path, fn, N_OPEN_MAX, FTW_DEPTH | FTW_PHYS);
-    if (rc != -1) return (dpl_status)rc; // fn's own, which is never DPL_EINVAL
+    const int rc = nftw(path, fn, 32, FTW_DEPTH | FTW_PHYS); // 32 descriptors at most
+    if (rc != -1) return (dpl_status)rc;                     // fn's own, which is never DPL_EINVAL
     return errno == ENOENT ? DPL_OK : dpl_fail(DPL_EIO, "cannot read %s: %m", path);
 }
 
@@ -157,17 +156,14 @@ static dpl_status put_in_place(const char *temp, const char *path, const char *d
 
 /* ---- writing -------------------------------------------------------------------------------- */
 dpl_status dpl_out_open(const char *path, dpl_out *out) {
-    DPL_TRY(split_path(path, out->dir, out->temp));
-    strcpy(out->path, path);
+    DPL_TRY(name_out(path, out));
     out->fd = open(out->temp, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0666);
     DPL_EXPECT(out->fd >= 0, DPL_EIO, "cannot create %s: %m", out->temp);
     return DPL_OK;
 }
 
 dpl_status dpl_out_open_dir(const char *path, dpl_out *out) {
-    DPL_TRY(split_path(path, out->dir, out->temp));
-    strcpy(out->path, path);
-    out->fd = -1;
+    DPL_TRY(name_out(path, out));
     DPL_TRY(dpl_remove_tree(out->temp)); // what a killed run left
     return dpl_make_dirs(out->temp);
 }
