@@ -57,14 +57,14 @@ static dpl_status open_set(const dpl_options *o, const dpl_source *source, uint6
     set->spans = dpl_alloc_array(to - from, sizeof *set->spans);
     if (!set->spans) return dpl_fail(DPL_ENOMEM, "no memory for %zu documents", to - from);
     for (size_t i = from; i < to; i++) {
-        dpl_token_span s = {first, end, set->n_samples};
-        if (!o->packing) s.first = DPL_MAX(first, source->documents[i]);
-        if (!o->packing) s.end = DPL_MIN(end, source->documents[i + 1]);
-        if (s.end < s.first + 2) continue; // a single token predicts nothing
-        set->spans[set->n_spans++] = s;
-        set->n_samples += (s.end - s.first - 2) / (uint64_t)o->max_target_length + 1;
+        const uint64_t from_token = o->packing ? first : DPL_MAX(first, source->documents[i]);
+        const uint64_t to_token = o->packing ? end : DPL_MIN(end, source->documents[i + 1]);
+        if (to_token < from_token + 2) continue; // a single token predicts nothing
+        set->spans[set->n_spans++] = (dpl_token_span){from_token, set->n_samples};
+        set->n_samples += (to_token - from_token - 2) / (uint64_t)o->max_target_length + 1;
     }
     set->source = source;
+    set->end = end;
     return DPL_OK;
 }
 
@@ -87,10 +87,11 @@ static void fill_row(const dpl_data *data, const dpl_token_set *set, uint64_t sa
         }
         const dpl_token_span *s = &set->spans[low];
         first = s->first + (sample - s->samples_before) * S;
-        n = (size_t)DPL_MIN((uint64_t)S, s->end - first - 1);
-        dpl_source_read(set->source, first, n + 1, data->window);
         document = dpl_source_document_of(set->source, first);
         border = set->source->documents[document + 1];
+        const uint64_t end = data->o->packing ? set->end : DPL_MIN(set->end, border);
+        n = (size_t)DPL_MIN((uint64_t)S, end - first - 1);
+        dpl_source_read(set->source, first, n + 1, data->window);
     }
     int32_t segment = 1, position = 0;
     for (size_t i = 0; i < S; i++) {

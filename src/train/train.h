@@ -170,14 +170,15 @@ void dpl_tokens_free(dpl_tokens *tokens);
 double dpl_tokens_targets(const dpl_tokens *tokens); // how many there are
 void dpl_tokens_copy_row(const dpl_tokens *from, size_t from_row, dpl_tokens *to, size_t to_row);
 
-typedef struct dpl_token_span { // tokens that windows do not reach across
-    uint64_t first, end;        // in the source
+typedef struct dpl_token_span { // tokens that windows do not reach across; one a document
+    uint64_t first;             // in the source
     uint64_t samples_before;
 } dpl_token_span;
 typedef struct dpl_token_set { // windows, or the rows of a fixed batch
     const dpl_source *source;
     dpl_token_span *spans;
     size_t n_spans;
+    uint64_t end;       // of the last span
     uint64_t n_samples; // 0: no data
     dpl_tokens fixed;   // n_batch 0: windows
 } dpl_token_set;
