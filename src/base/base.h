@@ -99,7 +99,7 @@ int dpl_cpus_quota(const char *proc_cgroup, const char *root, int cpus);
 typedef enum dpl_cpu_level { DPL_CPU_REF, DPL_CPU_AVX2, DPL_CPU_AVX512, DPL_CPU_N } dpl_cpu_level;
 const char *dpl_cpu_level_name(dpl_cpu_level level);
 // The best level of this machine, capped by the environment's DPL_CPU. An unknown name, or one
-// above the machine, is DPL_EINVAL with the list of what is possible.
+// above the machine, is DPL_EINVAL with what is possible.
 dpl_status dpl_cpu_level_detect(dpl_cpu_level *level_out);
 
 /* ---- random numbers: counter-based, so that any element can be drawn by any thread ---------- */

@@ -74,7 +74,6 @@ const char *dpl_cpu_level_name(dpl_cpu_level level) {
 
 static dpl_cpu_level machine_level(void) {
 #if defined(__x86_64__)
-    __builtin_cpu_init();
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return DPL_CPU_REF;
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
@@ -86,18 +85,13 @@ static dpl_cpu_level machine_level(void) {
 }
 
 dpl_status dpl_cpu_level_detect(dpl_cpu_level *level_out) {
-    const dpl_cpu_level best = machine_level();
+    const unsigned best = machine_level();
     const char *wanted = getenv("DPL_CPU");
-    const bool given = wanted && wanted[0];
-    char possible[64] = "";
-    size_t used = 0;
-    for (unsigned i = 0; i <= (unsigned)best; i++) {
-        if (given ? !strcmp(wanted, level_names[i]) : i == (unsigned)best) {
-            *level_out = (dpl_cpu_level)i;
-            return DPL_OK;
-        }
-        used += (size_t)snprintf(possible + used, sizeof possible - used, "%s%s", i ? ", " : "",
-                                 level_names[i]);
-    }
-    return dpl_fail(DPL_EINVAL, "DPL_CPU=%s: this machine can do %s", wanted, possible);
+    unsigned level = best;
+    if (wanted && wanted[0])
+        for (level = 0; level <= best && strcmp(wanted, level_names[level]) != 0; level++) continue;
+    DPL_CHECK(level <= best, "DPL_CPU=%s, expected ref, avx2 or avx512, at most this machine's %s",
+              wanted, level_names[best]);
+    *level_out = (dpl_cpu_level)level;
+    return DPL_OK;
 }

@@ -180,24 +180,23 @@ static inline reg sigmoid_reg(reg x) {
     return 1.0f / (1.0f + exp_reg(-x));
 }
 
+INLINE void exp_block(const float *x, float sub, float *y, reg *sum) {
+    for (int r = 0; r < N_REGS; r++) {
+        const reg e = exp_reg(load(x + r * REG) - sub);
+        sum[r] += e;
+        store(y + r * REG, e);
+    }
+}
+
 // The last n % LANES elements are computed in a buffer.
 static float row_exp_sub_sum(const float *x, float sub, float *y, size_t n) {
     reg sum[N_REGS] = {0};
     size_t i = 0;
-    for (; i + LANES <= n; i += LANES)
-        for (int r = 0; r < N_REGS; r++) {
-            const reg e = exp_reg(load(x + i + r * REG) - sub);
-            sum[r] += e;
-            store(y + i + r * REG, e);
-        }
+    for (; i + LANES <= n; i += LANES) exp_block(x + i, sub, y + i, sum);
     if (i < n) {
         float t[LANES];
         for (size_t l = 0; l < LANES; l++) t[l] = i + l < n ? x[i + l] : -INFINITY; // adds 0
-        for (int r = 0; r < N_REGS; r++) {
-            const reg e = exp_reg(load(t + r * REG) - sub);
-            sum[r] += e;
-            store(t + r * REG, e);
-        }
+        exp_block(t, sub, t, sum);
         memcpy(y + i, t, (n - i) * sizeof *t);
     }
     return fold(sum);

@@ -52,15 +52,10 @@ static void drop_groups(const dpl_route_rule *rule, float *choice, float *score)
     float *best = score + rule->n_groups;
     int32_t *best_id = (int32_t *)(best + rule->n_groups);
     for (size_t g = 0; g < rule->n_groups; g++) {
-        float first = -INFINITY, second = -INFINITY;
-        for (size_t i = g * size; i < (g + 1) * size; i++)
-            if (choice[i] > first) {
-                second = first;
-                first = choice[i];
-            } else if (choice[i] > second) {
-                second = choice[i];
-            }
-        score[g] = rule->group_top2 && size > 1 ? first + second : first;
+        float top[2] = {0};
+        int32_t top_id[2];
+        find_best(choice + g * size, size, rule->group_top2 ? 2 : 1, top, top_id);
+        score[g] = top[0] + top[1];
     }
     find_best(score, rule->n_groups, rule->top_groups, best, best_id);
     for (size_t i = 0; i < rule->top_groups; i++) score[best_id[i]] = NAN; // NaN marks the kept

@@ -304,19 +304,15 @@ void dpl_copy(dpl_ctx *ctx, dpl_mat src, size_t n_rows, size_t d, dpl_mat dst) {
 
 void dpl_gather_rows(dpl_ctx *ctx, dpl_mat x, const float *weights, const int32_t *row_slot,
                      size_t top_k, size_t n_rows, size_t d, dpl_mat rows, float *row_weight) {
-    gather_args a = {.d = d, .from = x, .to = rows, .map = row_slot, .top_k = top_k};
-    a.n_from = SIZE_MAX;
-    a.weights = weights;
-    a.row_weight = row_weight;
-    gather(ctx, a, n_rows);
+    gather(ctx,
+           (gather_args){{0}, d, x, rows, false, row_slot, top_k, SIZE_MAX, weights, row_weight},
+           n_rows);
 }
 
 void dpl_embed_forward(dpl_ctx *ctx, const float *table, bool in_panels, const int32_t *ids,
                        size_t n_rows, size_t v, size_t d, dpl_mat y) {
-    gather_args a = {.d = d, .from = dpl_mat_f32(table, d), .to = y, .map = ids, .top_k = 1};
-    a.n_from = v;
-    a.in_panels = in_panels;
-    gather(ctx, a, n_rows);
+    const dpl_mat from = dpl_mat_f32(table, d);
+    gather(ctx, (gather_args){{0}, d, from, y, in_panels, ids, 1, v, NULL, NULL}, n_rows);
 }
 
 typedef struct embed_grad_args {
