@@ -148,7 +148,8 @@ static dpl_status make_operands(gemm_bench *b, int64_t **offsets_out) {
     int64_t *offsets = dpl_alloc_array(b->n_experts + 1, sizeof *offsets);
     b->x = (dpl_mat){dpl_bench_numbers(n_rows * b->k, b->dtype), b->k, b->dtype};
     b->y = (dpl_mat){dpl_bench_numbers(n_rows * b->n, b->dtype), b->n, b->dtype};
-    b->w = (dpl_weight){dpl_bench_numbers(n_weights, b->dtype), b->dtype, b->n_experts, b->n, b->k};
+    b->w = (dpl_weight){
+        dpl_bench_numbers(n_weights, b->dtype), b->dtype, b->n_experts, b->n, b->k, NULL};
     b->dw = dpl_alloc_array(n_weights, sizeof *b->dw);
     *offsets_out = offsets;
     if (!offsets || !b->x.p || !b->y.p || !b->w.p || !b->dw)

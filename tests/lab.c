@@ -32,15 +32,14 @@ static float rounded(const lab *l, double value) {
 
 static dpl_weight make_weight(const lab *l, size_t groups, size_t n, size_t k, bool router) {
     const dpl_dtype dtype = router ? DPL_F32 : l->rule.dtype;
-    return (dpl_weight){get(groups * dpl_panel_elems(n, k), dpl_dtype_bytes(dtype)), dtype, groups,
-                        n, k};
+    const size_t elems = groups * dpl_panel_elems(n, k);
+    return (dpl_weight){get(elems, dpl_dtype_bytes(dtype)), dtype, groups, n, k,
+                        get(elems, sizeof(float))};
 }
 
 // The packed tensor that holds a row-major one, and the place of element i in it.
-static size_t locate(const lab *l, lab_id id, size_t i, const dpl_weight **w_out,
-                     float **grad_out) {
+static size_t locate(const lab *l, lab_id id, size_t i, const dpl_weight **w_out) {
     const dpl_moe_weights *w = &l->weights;
-    const dpl_moe_grads *g = &l->grads;
     const size_t d = l->rule.d, f = id >= LAB_SGATE ? l->rule.shared_f : l->rule.f;
     const bool down = id == LAB_DOWN || id == LAB_SDOWN;
     const size_t k = down ? f : d, n = id == LAB_ROUTER ? l->rule.rule.n_experts : down ? d : f;
@@ -50,10 +49,7 @@ static size_t locate(const lab *l, lab_id id, size_t i, const dpl_weight **w_out
     if (id == LAB_UP || id == LAB_SUP) place = dpl_gate_column(row) + 16;
     const dpl_weight *packed[] = {&w->router,         &w->gate_up,        &w->gate_up,    &w->down,
                                   &w->shared_gate_up, &w->shared_gate_up, &w->shared_down};
-    float *grads[] = {g->router,         g->gate_up,        g->gate_up,    g->down,
-                      g->shared_gate_up, g->shared_gate_up, g->shared_down};
     *w_out = packed[id];
-    *grad_out = grads[id];
     return group * dpl_panel_elems(packed[id]->n, k) + dpl_panel_index(place, column, k);
 }
 
@@ -61,8 +57,7 @@ void lab_pack(lab *l) {
     for (int id = 0; id < LAB_N; id++)
         for (size_t i = 0; i < l->n[id]; i++) {
             const dpl_weight *w;
-            float *grad;
-            const size_t at = locate(l, (lab_id)id, i, &w, &grad);
+            const size_t at = locate(l, (lab_id)id, i, &w);
             if (w->dtype == DPL_F32) ((float *)(uintptr_t)w->p)[at] = l->value[id][i];
             else ((uint16_t *)(uintptr_t)w->p)[at] = dpl_f32_to_bf16(l->value[id][i]);
         }
@@ -121,12 +116,8 @@ void lab_open(const lab_rule *rule, lab *l) {
     l->weights.shared_down = make_weight(l, 1, d, sf, false);
     const dpl_weight *w[] = {&l->weights.router, &l->weights.gate_up, &l->weights.down,
                              &l->weights.shared_gate_up, &l->weights.shared_down};
-    float **grads[] = {&l->grads.router, &l->grads.gate_up, &l->grads.down,
-                       &l->grads.shared_gate_up, &l->grads.shared_down};
-    for (int i = 0; i < 5; i++) {
+    for (int i = 0; i < 5; i++)
         l->grad_elems[i] = w[i]->n_groups * dpl_panel_elems(w[i]->n, w[i]->k);
-        *grads[i] = get(l->grad_elems[i], sizeof(float));
-    }
     if (rule->bias) l->weights.bias = l->bias = get(n_e, sizeof(float));
     l->x = get(n_x, sizeof(float));
     l->dy = get(n_x, sizeof(float));
@@ -153,11 +144,11 @@ void lab_close(lab *l) {
                       (void *)(uintptr_t)l->weights.down.p,
                       (void *)(uintptr_t)l->weights.shared_gate_up.p,
                       (void *)(uintptr_t)l->weights.shared_down.p,
-                      l->grads.router,
-                      l->grads.gate_up,
-                      l->grads.down,
-                      l->grads.shared_gate_up,
-                      l->grads.shared_down,
+                      l->weights.router.grad,
+                      l->weights.gate_up.grad,
+                      l->weights.down.grad,
+                      l->weights.shared_gate_up.grad,
+                      l->weights.shared_down.grad,
                       l->bias,
                       l->x,
                       l->dy,
@@ -173,8 +164,8 @@ void lab_close(lab *l) {
 }
 
 void lab_zero_grads(lab *l) {
-    float *grads[] = {l->grads.router, l->grads.gate_up, l->grads.down, l->grads.shared_gate_up,
-                      l->grads.shared_down};
+    float *grads[] = {l->weights.router.grad, l->weights.gate_up.grad, l->weights.down.grad,
+                      l->weights.shared_gate_up.grad, l->weights.shared_down.grad};
     for (int i = 0; i < 5; i++)
         if (grads[i]) memset(grads[i], 0, l->grad_elems[i] * sizeof(float));
 }
@@ -193,8 +184,7 @@ void lab_backward(lab *l, dpl_ctx *ctx) {
     const size_t d = l->rule.d;
     const dpl_mat x = {l->x_in, d, l->rule.dtype}, dy = {l->dy_in, d, l->rule.dtype};
     memset(l->dx, 0xff, l->rule.t * d * sizeof(float));
-    dpl_moe_backward(ctx, &l->shape, &l->weights, x, l->aux, &l->saved, dy, dpl_mat_f32(l->dx, d),
-                     &l->grads);
+    dpl_moe_backward(ctx, &l->shape, &l->weights, x, l->aux, &l->saved, dy, dpl_mat_f32(l->dx, d));
     dpl_ctx_wait(ctx);
 }
 
@@ -272,9 +262,8 @@ float lab_y(const lab *l, size_t i) {
 
 float lab_grad(const lab *l, lab_id id, size_t i) {
     const dpl_weight *w;
-    float *grad;
-    const size_t at = locate(l, id, i, &w, &grad);
-    return grad[at];
+    const size_t at = locate(l, id, i, &w);
+    return w->grad[at];
 }
 
 uint64_t lab_hash(const lab *l) {
@@ -284,8 +273,8 @@ uint64_t lab_hash(const lab *l) {
     h = dpl_hash64(l->saved.ids, n_slots * sizeof(int32_t), h);
     h = dpl_hash64(l->saved.weights, n_slots * sizeof(float), h);
     h = dpl_hash64(l->saved.aux, sizeof l->saved.aux, h);
-    float *grads[] = {l->grads.router, l->grads.gate_up, l->grads.down, l->grads.shared_gate_up,
-                      l->grads.shared_down};
+    float *grads[] = {l->weights.router.grad, l->weights.gate_up.grad, l->weights.down.grad,
+                      l->weights.shared_gate_up.grad, l->weights.shared_down.grad};
     for (int i = 0; i < 5; i++) h = dpl_hash64(grads[i], l->grad_elems[i] * sizeof(float), h);
     return h;
 }

@@ -39,7 +39,6 @@ typedef struct lab {
     int32_t *segment;   // (T) or NULL
     const dpl_aux *aux; // or NULL
     dpl_moe_weights weights;
-    dpl_moe_grads grads;
     size_t grad_elems[5];
     void *x_in, *dy_in, *y; // in the dtype
     float *dx;

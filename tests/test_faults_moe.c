@@ -655,8 +655,8 @@ static void experts_without_tokens_have_zero_gradient(void **state) {
         const bool used = e == 2 || e == 5;
         assert_int_equal(l.saved.ep.counts[e], used ? 40 : 0);
         const size_t gate_up = l.grad_elems[1] / 8, down = l.grad_elems[2] / 8;
-        assert_true(all_zero_bits(l.grads.gate_up + e * gate_up, gate_up * 4) == !used);
-        assert_true(all_zero_bits(l.grads.down + e * down, down * 4) == !used);
+        assert_true(all_zero_bits(l.weights.gate_up.grad + e * gate_up, gate_up * 4) == !used);
+        assert_true(all_zero_bits(l.weights.down.grad + e * down, down * 4) == !used);
     }
     lab_close(&l);
 }
@@ -752,8 +752,7 @@ static void strided_gradients_are_read_only(void **state) {
             lab_zero_grads(&l);
             memset(l.dx, 0xff, rule.t * rule.d * sizeof *l.dx);
             dpl_moe_backward(ctx, &l.shape, &l.weights, (dpl_mat){l.x_in, rule.d, rule.dtype}, NULL,
-                             &l.saved, (dpl_mat){wide, ld, rule.dtype}, dpl_mat_f32(l.dx, rule.d),
-                             &l.grads);
+                             &l.saved, (dpl_mat){wide, ld, rule.dtype}, dpl_mat_f32(l.dx, rule.d));
             assert_true(lab_hash(&l) == dense);
             assert_memory_equal(wide, before, bytes);
         }
@@ -804,11 +803,13 @@ static void gradients_may_be_left_out(void **state) {
     assert_int_equal(lab_run(&l, ctx), DPL_OK);
     float *dx = dpl_alloc_array(rule.t * rule.d, sizeof *dx);
     memcpy(dx, l.dx, rule.t * rule.d * sizeof *dx);
-    const dpl_moe_grads grads = l.grads;
-    l.grads = (dpl_moe_grads){0};
-    lab_backward(&l, ctx);
+    const dpl_moe_weights weights_and_grads = l.weights;
+    dpl_weight *all[] = {&l.weights.router, &l.weights.gate_up, &l.weights.down,
+                         &l.weights.shared_gate_up, &l.weights.shared_down};
+    for (size_t i = 0; i < DPL_COUNT(all); i++) all[i]->grad = NULL;
+    assert_int_equal(lab_run(&l, ctx), DPL_OK);
     assert_memory_equal(dx, l.dx, rule.t * rule.d * sizeof *dx);
-    l.grads = grads;
+    l.weights = weights_and_grads;
     dpl_free(dx);
     lab_close(&l);
 }
@@ -1025,7 +1026,7 @@ static void gradients_of_far_rows_are_right(void **state) {
     const dpl_mat fx = far_mat(DPL_F32), fdy = far_mat(DPL_F32), fdx = far_mat(DPL_F32);
     float *w = random_floats(ELEMS, 4);
     float *dw[2] = {dpl_alloc_array(ELEMS, 4), dpl_alloc_array(ELEMS, 4)};
-    const dpl_weight weight = {w, DPL_F32, 1, D, D};
+    const dpl_weight weight = {w, DPL_F32, 1, D, D, NULL};
     const dpl_groups rows = dpl_one_group(FAR_ROWS);
     far_fill(fx, x, D);
     far_fill(fdy, dy, D);

@@ -111,8 +111,8 @@ static problem make_problem(size_t n_groups, const int *sizes, size_t n, size_t 
         p.w_panels[at] = p.w_plain[i];
         p.w_bf16[at] = dpl_f32_to_bf16(p.w_plain[i]);
     }
-    p.w = (dpl_weight){weight == DPL_BF16 ? (void *)p.w_bf16 : (void *)p.w_panels, weight, n_groups,
-                       n, k};
+    p.w = (dpl_weight){
+        weight == DPL_BF16 ? (void *)p.w_bf16 : (void *)p.w_panels, weight, n_groups, n, k, NULL};
     return p;
 }
 
@@ -389,7 +389,8 @@ static void test_rows_are_independent(void **state) {
             for (size_t row = 0; row < p.n_rows; row += 1 + row / 40) {
                 const size_t g = row < 300 ? 0 : row < 302 ? 1 : 2;
                 const size_t w_bytes = dpl_panel_elems(p.n, p.k) * dpl_dtype_bytes(p.weight);
-                const dpl_weight w = {(const uint8_t *)p.w.p + g * w_bytes, p.weight, 1, p.n, p.k};
+                const dpl_weight w = {
+                    (const uint8_t *)p.w.p + g * w_bytes, p.weight, 1, p.n, p.k, NULL};
                 dpl_gemm_forward(ctx, dpl_mat_at(p.x, row, 0), &w, dpl_one_group(1),
                                  dpl_mat_at(alone.y, row, 0));
                 dpl_gemm_dgrad(ctx, dpl_mat_at(p.dy, row, 0), &w, dpl_one_group(1),
@@ -459,7 +460,7 @@ static void test_last_expert_of_a_large_weight(void **state) {
     for (size_t i = 0; i < elems; i += 7) last[i] = (float)(i % 1000) / 1000 - 0.4f;
     const dpl_mat x = random_mat(1, K, 0, DPL_F32), dy = random_mat(1, N, 0, DPL_F32);
     float y[2][N], *dx = poisoned(2 * K * sizeof *dx);
-    const dpl_weight all = {w, DPL_F32, E, N, K}, one = {last, DPL_F32, 1, N, K};
+    const dpl_weight all = {w, DPL_F32, E, N, K, NULL}, one = {last, DPL_F32, 1, N, K, NULL};
     const dpl_groups groups = {E, 1, offsets};
     dpl_gemm_forward(ctx, x, &all, groups, dpl_mat_f32(y[0], N));
     dpl_gemm_forward(ctx, x, &one, dpl_one_group(1), dpl_mat_f32(y[1], N));

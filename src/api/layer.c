@@ -17,10 +17,8 @@ struct dpl_layer {
     dpl_moe_shape shape;
     dpl_weight weight[N_WEIGHTS];
     void *packed[N_WEIGHTS]; // where the weights point
-    float *grad[N_WEIGHTS];
     float *bias;             // (E)
     dpl_moe_weights weights; // the same, as the passes take them; without bias: NULL
-    dpl_moe_grads grads;
 };
 
 typedef struct pass { // at the start of a workspace
@@ -40,15 +38,12 @@ static dpl_status alloc_weights(dpl_layer *layer) {
     for (size_t i = 0; i < N_WEIGHTS; i++) {
         dpl_weight *one = &layer->weight[i];
         one->p = layer->packed[i] = dpl_alloc_array(weight_elems(one), dpl_dtype_bytes(one->dtype));
-        layer->grad[i] = dpl_alloc_array(weight_elems(one), sizeof(float));
-        complete = complete && one->p && layer->grad[i];
+        one->grad = dpl_alloc_array(weight_elems(one), sizeof(float));
+        complete = complete && one->p && one->grad;
     }
     const dpl_weight *w = layer->weight;
-    float **g = layer->grad;
     layer->weights = (dpl_moe_weights){w[ROUTER],         NULL,          w[GATE_UP], w[DOWN],
                                        w[SHARED_GATE_UP], w[SHARED_DOWN]};
-    layer->grads = (dpl_moe_grads){g[ROUTER], g[GATE_UP], g[DOWN], g[SHARED_GATE_UP],
-                                   g[SHARED_DOWN]};
     if (complete) return DPL_OK;
     return dpl_fail(DPL_ENOMEM, "no memory for a layer of %zu experts of (%zu, %zu)",
                     layer->shape.rule.n_experts, layer->shape.f, layer->shape.d);
@@ -68,11 +63,12 @@ dpl_status dpl_layer_open(const dpl_layer_config *config, dpl_ctx *ctx, dpl_laye
     if (!layer) return dpl_fail(DPL_ENOMEM, "no memory for a layer");
     layer->ctx = ctx;
     layer->shape = (dpl_moe_shape){d, f, sf, config->rule, dtype};
-    layer->weight[ROUTER] = (dpl_weight){NULL, DPL_F32, 1, e, d};
-    layer->weight[GATE_UP] = (dpl_weight){NULL, dtype, e, dpl_gate_up_width(f), d};
-    layer->weight[DOWN] = (dpl_weight){NULL, dtype, e, d, f};
-    layer->weight[SHARED_GATE_UP] = (dpl_weight){NULL, dtype, n_shared, dpl_gate_up_width(sf), d};
-    layer->weight[SHARED_DOWN] = (dpl_weight){NULL, dtype, n_shared, d, sf};
+    layer->weight[ROUTER] = (dpl_weight){NULL, DPL_F32, 1, e, d, NULL};
+    layer->weight[GATE_UP] = (dpl_weight){NULL, dtype, e, dpl_gate_up_width(f), d, NULL};
+    layer->weight[DOWN] = (dpl_weight){NULL, dtype, e, d, f, NULL};
+    layer->weight[SHARED_GATE_UP] = (dpl_weight){NULL, dtype, n_shared, dpl_gate_up_width(sf),
+                                                 d,    NULL};
+    layer->weight[SHARED_DOWN] = (dpl_weight){NULL, dtype, n_shared, d, sf, NULL};
     dpl_status status = dpl_comm_open("self", NULL, &layer->comm);
     if (status == DPL_OK) status = alloc_weights(layer);
     if (status == DPL_OK) *layer_out = layer;
@@ -84,7 +80,7 @@ void dpl_layer_close(dpl_layer **layer) {
     if (!layer || !*layer) return;
     for (size_t i = 0; i < N_WEIGHTS; i++) {
         dpl_free((*layer)->packed[i]);
-        dpl_free((*layer)->grad[i]);
+        dpl_free((*layer)->weight[i].grad);
     }
     dpl_free((*layer)->bias);
     dpl_comm_close(&(*layer)->comm);
@@ -108,7 +104,7 @@ static void copy(dpl_layer *layer, bool set, int i, const float *array, const fl
     float *both = memset(dpl_ctx_alloc(layer->ctx, bytes), 0, bytes);
     for (size_t g = 0; g < w->n_groups && (array || up); g++) {
         float *rows = f ? both : (float *)(uintptr_t)array + g * w->n * k;
-        if (!set) dpl_panel_unpack(layer->ctx, layer->grad[i] + g * elems, w->n, k, rows);
+        if (!set) dpl_panel_unpack(layer->ctx, w->grad + g * elems, w->n, k, rows);
         dpl_ctx_wait(layer->ctx);
         for (size_t r = 0; r < 2 * f; r++) { // of gate, then of up
             float *theirs = (float *)(uintptr_t)(r < f ? array : up);
@@ -157,7 +153,8 @@ dpl_status dpl_layer_get_gradients(dpl_layer *layer, const dpl_layer_gradients *
 void dpl_layer_zero_gradients(dpl_layer *layer) {
     if (!layer) return;
     for (size_t i = 0; i < N_WEIGHTS; i++)
-        dpl_zero(layer->ctx, layer->grad[i], weight_elems(&layer->weight[i]) * sizeof(float));
+        dpl_zero(layer->ctx, layer->weight[i].grad,
+                 weight_elems(&layer->weight[i]) * sizeof(float));
     dpl_ctx_wait(layer->ctx);
 }
 
@@ -213,8 +210,7 @@ dpl_status dpl_layer_backward(dpl_layer *layer, const void *x, size_t ld_x, cons
     DPL_TRY(dpl_check_mat("dy", dy, ld_dy, shape->d, n_tokens, shape->dtype, &dy_in));
     DPL_TRY(dpl_check_mat("dx_out", dx_out, ld_dx, shape->d, n_tokens, DPL_F32, &dx));
     DPL_TRY(check_step_memory(layer, n_tokens));
-    dpl_moe_backward(layer->ctx, shape, &layer->weights, x_in, NULL, &record->saved, dy_in, dx,
-                     &layer->grads);
+    dpl_moe_backward(layer->ctx, shape, &layer->weights, x_in, NULL, &record->saved, dy_in, dx);
     dpl_ctx_wait(layer->ctx);
     return DPL_OK;
 }

@@ -39,6 +39,7 @@ typedef struct dpl_weight {
     const void *p;
     dpl_dtype dtype;
     size_t n_groups, n, k;
+    float *grad; // of the same shape, in F32; NULL: not wanted
 } dpl_weight;
 
 static inline size_t dpl_panel_elems(size_t n, size_t k) {
@@ -70,6 +71,10 @@ void dpl_gemm_dgrad(dpl_ctx *ctx, dpl_mat dy, const dpl_weight *w, dpl_groups gr
 // without rows leaves its dw untouched.
 void dpl_gemm_wgrad(dpl_ctx *ctx, dpl_mat dy, dpl_mat x, dpl_groups groups, size_t n, size_t k,
                     dpl_dtype operand, float *dw);
+static inline void dpl_weight_grad(dpl_ctx *ctx, dpl_mat dy, dpl_mat x, dpl_groups groups,
+                                   const dpl_weight *w) {
+    if (w->grad) dpl_gemm_wgrad(ctx, dy, x, groups, w->n, w->k, w->dtype, w->grad);
+}
 // Row-major (n, k) F32 to the panels of one group (with zero padding), and back.
 void dpl_panel_pack(dpl_ctx *ctx, const float *rows, size_t n, size_t k, float *panels);
 void dpl_panel_unpack(dpl_ctx *ctx, const float *panels, size_t n, size_t k, float *rows);

@@ -33,15 +33,15 @@ void dpl_linear_forward(dpl_model *m, int layer, dpl_param_id id, dpl_mat x, siz
 void dpl_linear_backward(dpl_model *m, int layer, dpl_param_id id, dpl_mat dy, dpl_mat x,
                          size_t n_rows, dpl_mat dx, bool accumulate) {
     static const float one = 1; // a bias is the weight of an input that is always 1
-    const dpl_param *param = dpl_model_param(m, layer, id), *bias = bias_of(m, layer, id);
-    const dpl_weight w = dpl_model_weight(m, param);
+    const dpl_param *bias = bias_of(m, layer, id);
+    const dpl_weight w = dpl_model_weight(m, dpl_model_param(m, layer, id));
     const dpl_groups rows = dpl_one_group(n_rows);
     const dpl_phase before = dpl_ctx_phase(m->ctx, DPL_PHASE_GEMM);
     if (bias)
         dpl_gemm_wgrad(m->ctx, dy, dpl_mat_f32(&one, 0), rows, bias->k, 1, DPL_F32,
                        dpl_model_grad(m, bias));
     dpl_gemm_dgrad(m->ctx, dy, &w, rows, dx, accumulate);
-    dpl_gemm_wgrad(m->ctx, dy, x, rows, param->n, param->k, w.dtype, dpl_model_grad(m, param));
+    dpl_weight_grad(m->ctx, dy, x, rows, &w);
     dpl_ctx_phase(m->ctx, before);
 }
 
@@ -71,10 +71,6 @@ static dpl_weight weight(const dpl_model *m, int layer, dpl_param_id id) {
     return dpl_model_weight(m, dpl_model_param(m, layer, id));
 }
 
-static float *grad(const dpl_model *m, int layer, dpl_param_id id) {
-    return dpl_model_grad(m, dpl_model_param(m, layer, id));
-}
-
 static dpl_moe_weights moe_weights(const dpl_model *m, int layer) {
     const float *bias = m->config.routed_bias ? dpl_model_bias(m, (size_t)layer) : NULL;
     // clang-format off
@@ -82,15 +78,6 @@ static dpl_moe_weights moe_weights(const dpl_model *m, int layer) {
         weight(m, layer, DPL_P_ROUTER), bias,
         weight(m, layer, DPL_P_EXPERT_GATE_UP), weight(m, layer, DPL_P_EXPERT_DOWN),
         weight(m, layer, DPL_P_SHARED_GATE_UP), weight(m, layer, DPL_P_SHARED_DOWN)};
-    // clang-format on
-}
-
-static dpl_moe_grads moe_grads(const dpl_model *m, int layer) {
-    // clang-format off
-    return (dpl_moe_grads){
-        grad(m, layer, DPL_P_ROUTER),
-        grad(m, layer, DPL_P_EXPERT_GATE_UP), grad(m, layer, DPL_P_EXPERT_DOWN),
-        grad(m, layer, DPL_P_SHARED_GATE_UP), grad(m, layer, DPL_P_SHARED_DOWN)};
     // clang-format on
 }
 
@@ -137,12 +124,10 @@ void dpl_block_backward(dpl_model *m, int layer, const dpl_batch *b, const dpl_a
     const dpl_mat n = saved->act[DPL_ACT_MLP_NORM], dn = dpl_act_alloc(m, T, c->d, true);
     if (dpl_model_layer_is_moe(c, (size_t)layer)) {
         const dpl_moe_weights weights = moe_weights(m, layer);
-        const dpl_moe_grads grads = moe_grads(m, layer);
-        dpl_moe_backward(m->ctx, &m->moe, &weights, n, aux, &saved->moe, dx, dn, &grads);
+        dpl_moe_backward(m->ctx, &m->moe, &weights, n, aux, &saved->moe, dx, dn);
     } else {
         const dpl_mlp mlp = dense_mlp(m, layer, saved, T);
-        dpl_experts_backward(m->ctx, &mlp, dx, dn, false, NULL, grad(m, layer, DPL_P_GATE_UP),
-                             grad(m, layer, DPL_P_DOWN));
+        dpl_experts_backward(m->ctx, &mlp, dx, dn, false, NULL);
     }
     dpl_norm_backward(m, layer, DPL_P_MLP_NORM, dn, saved->act[DPL_ACT_MLP_INPUT], saved->rstd_mlp,
                       T, dx, true);

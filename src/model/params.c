@@ -211,7 +211,8 @@ dpl_weight dpl_model_weight(const dpl_model *m, const dpl_param *param) {
     const bool bf16 = m->params.copy && param->id != DPL_P_ROUTER;
     const void *p = bf16 ? (const void *)(m->params.copy + param->offset)
                          : m->params.master + param->offset;
-    return (dpl_weight){p, bf16 ? DPL_BF16 : DPL_F32, param->n_groups, param->n, param->k};
+    return (dpl_weight){p,        bf16 ? DPL_BF16 : DPL_F32, param->n_groups, param->n,
+                        param->k, dpl_model_grad(m, param)};
 }
 
 /* ---- row-major slices ---- */

@@ -21,19 +21,18 @@ void dpl_experts_forward(dpl_ctx *ctx, const dpl_mlp *mlp, dpl_mat y) {
 }
 
 void dpl_experts_backward(dpl_ctx *ctx, const dpl_mlp *mlp, dpl_mat dy, dpl_mat dx, bool accumulate,
-                          float *drow_weight, float *dgate_up_w, float *ddown_w) {
+                          float *drow_weight) {
     const dpl_weight *in = &mlp->gate_up_w, *out = &mlp->down_w;
     const size_t n = mlp->groups.n_rows, f = out->k, mark = dpl_ctx_mark(ctx);
     const dpl_mat dhidden = dpl_moe_mat(ctx, NULL, n, f, mlp->hidden.dtype);
     const dpl_mat dgate_up = dpl_moe_mat(ctx, NULL, n, in->n, mlp->gate_up.dtype);
     const dpl_phase before = dpl_ctx_phase(ctx, gemm_phase(mlp));
     dpl_gemm_dgrad(ctx, dy, out, mlp->groups, dhidden, false);
-    if (ddown_w) dpl_gemm_wgrad(ctx, dy, mlp->hidden, mlp->groups, out->n, f, out->dtype, ddown_w);
+    dpl_weight_grad(ctx, dy, mlp->hidden, mlp->groups, out);
     dpl_ctx_phase(ctx, DPL_PHASE_SWIGLU);
     dpl_swiglu_backward(ctx, dhidden, mlp->gate_up, mlp->row_weight, n, f, dgate_up, drow_weight);
     dpl_ctx_phase(ctx, gemm_phase(mlp));
-    if (dgate_up_w)
-        dpl_gemm_wgrad(ctx, dgate_up, mlp->x, mlp->groups, in->n, in->k, in->dtype, dgate_up_w);
+    dpl_weight_grad(ctx, dgate_up, mlp->x, mlp->groups, in);
     dpl_gemm_dgrad(ctx, dgate_up, in, mlp->groups, dx, accumulate);
     dpl_ctx_release(ctx, mark);
     dpl_ctx_phase(ctx, before);

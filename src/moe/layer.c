@@ -83,7 +83,7 @@ dpl_status dpl_moe_forward_in(dpl_ctx *ctx, dpl_comm *comm, const dpl_moe_shape 
 
 void dpl_moe_backward(dpl_ctx *ctx, const dpl_moe_shape *shape, const dpl_moe_weights *weights,
                       dpl_mat x, const dpl_aux *aux, const dpl_moe_saved *saved, dpl_mat dy,
-                      dpl_mat dx, const dpl_moe_grads *grads) {
+                      dpl_mat dx) {
     const size_t d = shape->d, n_slots = saved->n_tokens * shape->rule.top_k;
     const size_t mark = dpl_ctx_mark(ctx);
     const dpl_mat drows = dpl_moe_mat(ctx, NULL, saved->n_rows, d, shape->dtype);
@@ -91,17 +91,14 @@ void dpl_moe_backward(dpl_ctx *ctx, const dpl_moe_shape *shape, const dpl_moe_we
     float *dweights = dpl_ctx_alloc(ctx, n_slots * sizeof(float));
     const dpl_phase outside = dpl_ctx_phase(ctx, DPL_PHASE_COMBINE);
     dpl_ep_dispatch(ctx, &saved->ep, dy, NULL, d, drows, NULL);
-    dpl_experts_backward(ctx, &saved->experts, drows, drows, false, drow_weight, grads->gate_up,
-                         grads->down);
+    dpl_experts_backward(ctx, &saved->experts, drows, drows, false, drow_weight);
     dpl_ctx_phase(ctx, DPL_PHASE_DISPATCH);
     dpl_ep_combine(ctx, &saved->ep, drows, drow_weight, d, false, dx, dweights);
     dpl_ctx_phase(ctx, DPL_PHASE_ROUTER);
-    dpl_router_backward(ctx, shape, weights, x, aux, saved, dweights, dx, grads->router);
+    dpl_router_backward(ctx, shape, weights, x, aux, saved, dweights, dx);
     dpl_mlp shared = saved->shared;
     shared.x = x; // the caller may have moved it
-    if (shape->shared_f)
-        dpl_experts_backward(ctx, &shared, dy, dx, true, NULL, grads->shared_gate_up,
-                             grads->shared_down);
+    if (shape->shared_f) dpl_experts_backward(ctx, &shared, dy, dx, true, NULL);
     dpl_ctx_phase(ctx, outside);
     dpl_ctx_release(ctx, mark);
 }

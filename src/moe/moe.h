@@ -21,10 +21,6 @@ typedef struct dpl_moe_weights {
     dpl_weight shared_gate_up, shared_down; // one group each; unused when shared_f is 0
 } dpl_moe_weights;
 
-typedef struct dpl_moe_grads { // same layouts, F32, accumulated. NULL: not wanted
-    float *router, *gate_up, *down, *shared_gate_up, *shared_down;
-} dpl_moe_grads;
-
 // Where what is kept for backward lies: memory of the caller, or, where a pointer to this is NULL,
 // the step arena. With p NULL nothing is taken and only the bytes are counted.
 typedef struct dpl_moe_memory {
@@ -80,7 +76,7 @@ void dpl_router_forward(dpl_ctx *ctx, const dpl_moe_shape *shape, const dpl_moe_
 // dx (T, D) F32 += ; dweights (T, K) from the experts.
 void dpl_router_backward(dpl_ctx *ctx, const dpl_moe_shape *shape, const dpl_moe_weights *weights,
                          dpl_mat x, const dpl_aux *aux, const dpl_moe_saved *saved,
-                         const float *dweights, dpl_mat dx, float *drouter);
+                         const float *dweights, dpl_mat dx);
 
 /* ---- permute.c ---- */
 // A block that is kept for backward.
@@ -111,10 +107,10 @@ void dpl_ep_combine(dpl_ctx *ctx, const dpl_ep *ep, dpl_mat rows, const float *r
 
 /* ---- experts.c ---- */
 void dpl_experts_forward(dpl_ctx *ctx, const dpl_mlp *mlp, dpl_mat y);
-// dx = (or += with accumulate, F32); dgate_up_w, ddown_w += unless NULL. Without accumulate dx may
-// be dy. Temporaries come from the arena.
+// dx = (or += with accumulate, F32). Without accumulate dx may be dy. Temporaries come from the
+// arena.
 void dpl_experts_backward(dpl_ctx *ctx, const dpl_mlp *mlp, dpl_mat dy, dpl_mat dx, bool accumulate,
-                          float *drow_weight, float *dgate_up_w, float *ddown_w);
+                          float *drow_weight);
 
 /* ---- layer.c: the whole path, shared expert included ---- */
 // Bytes of memory that are enough for any routing of n_tokens.
@@ -127,4 +123,4 @@ dpl_status dpl_moe_forward_in(dpl_ctx *ctx, dpl_comm *comm, const dpl_moe_shape 
 // dx (T, D) F32, written. dy is read only.
 void dpl_moe_backward(dpl_ctx *ctx, const dpl_moe_shape *shape, const dpl_moe_weights *weights,
                       dpl_mat x, const dpl_aux *aux, const dpl_moe_saved *saved, dpl_mat dy,
-                      dpl_mat dx, const dpl_moe_grads *grads);
+                      dpl_mat dx);

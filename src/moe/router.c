@@ -21,7 +21,7 @@ void dpl_router_forward(dpl_ctx *ctx, const dpl_moe_shape *shape, const dpl_moe_
 
 void dpl_router_backward(dpl_ctx *ctx, const dpl_moe_shape *shape, const dpl_moe_weights *weights,
                          dpl_mat x, const dpl_aux *aux, const dpl_moe_saved *saved,
-                         const float *dweights, dpl_mat dx, float *drouter) {
+                         const float *dweights, dpl_mat dx) {
     const dpl_route_rule *rule = &shape->rule;
     const dpl_groups all = dpl_one_group(saved->n_tokens);
     const size_t mark = dpl_ctx_mark(ctx);
@@ -31,7 +31,7 @@ void dpl_router_backward(dpl_ctx *ctx, const dpl_moe_shape *shape, const dpl_moe
     if (aux)
         dpl_aux_losses(ctx, rule, aux, saved->logits, saved->score, saved->ids, values, dlogits);
     const dpl_mat dl = dpl_mat_f32(dlogits, rule->n_experts);
-    if (drouter) dpl_gemm_wgrad(ctx, dl, x, all, rule->n_experts, shape->d, DPL_F32, drouter);
+    dpl_weight_grad(ctx, dl, x, all, &weights->router);
     dpl_gemm_dgrad(ctx, dl, &weights->router, all, dx, true);
     dpl_ctx_release(ctx, mark);
 }
