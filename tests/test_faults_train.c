@@ -279,8 +279,8 @@ static void a_bad_second_micro_batch_leaves_nothing(void **state) {
     close_run(&t, &config);
 }
 
-// The loss is finite and its gradients are not: weights, moments, bias and counters keep their bits,
-// and the message names a tensor.
+// The loss is finite and its gradients are not: weights, moments, bias and counters keep their
+// bits, and the message names a tensor.
 static void gradients_that_overflow_change_nothing(void **state) {
     (void)state;
     dpl_config *config = run_config("mtp_num_layers=1", "dtype=bfloat16", NULL);
@@ -418,8 +418,8 @@ static dpl_config *data_run(const char *name, const char *path, int n_batch, int
     return config;
 }
 
-// Stops in the middle of a later epoch, or of a later file, and goes on: the samples that follow are
-// those of a run that was never stopped.
+// Stops in the middle of a later epoch, or of a later file, and goes on: the samples that follow
+// are those of a run that was never stopped.
 static void the_order_of_samples_survives_a_stop(void **state) {
     (void)state;
     static const struct {
