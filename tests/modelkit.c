@@ -193,6 +193,12 @@ void scene_round(scene *s, bool bf16) {
     }
 }
 
+double kit_mtp_targets(const dpl_model_config *config, const dpl_batch *batch) {
+    double n = 0;
+    for (size_t k = 1; k <= config->n_mtp; k++) n += dpl_batch_targets(batch, k);
+    return n;
+}
+
 dpl_batch scene_batch(const scene *s) {
     return (dpl_batch){(size_t)s->n_batch, (size_t)s->n_seq, s->ids,
                        s->targets,         s->segments,      s->positions};
@@ -309,7 +315,7 @@ dpl_status kit_train(kit *k, const scene *s, kit_result *result_out) {
     const dpl_loss_rule rule = scene_rule(&s->cfg);
     double n_tokens = 0;
     for (int i = 0; i < s->n_batch * s->n_seq; i++) n_tokens += s->targets[i] >= 0;
-    const double n_mtp = dpl_batch_mtp_tokens(&k->model->config, &batch);
+    const double n_mtp = kit_mtp_targets(&k->model->config, &batch);
     const double scale = n_tokens > 0 ? 1 / n_tokens : 0, mtp = n_mtp > 0 ? 1 / n_mtp : 0;
     kit_result r = {0};
     if (result_out) {

@@ -31,6 +31,7 @@ void scene_close(scene *s);
 // Parameters to numbers that fp32 holds; `bf16`: matrices to bf16.
 void scene_round(scene *s, bool bf16);
 dpl_batch scene_batch(const scene *s);
+double kit_mtp_targets(const dpl_model_config *config, const dpl_batch *batch); // of all depths
 oracle_batch scene_oracle_batch(const scene *s);
 dpl_model_config scene_config(const oracle_config *cfg);
 dpl_loss_rule scene_rule(const oracle_config *cfg);

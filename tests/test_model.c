@@ -580,7 +580,7 @@ static void micro_batches_add_up_to_the_batch(void **state) {
     }
     assert_memory_equal(counts, k.model->counts, n_counts * sizeof *counts);
     assert_true(sum.n_tokens == all.n_tokens && sum.mtp_tokens == all.mtp_tokens);
-    assert_true(sum.mtp_tokens == dpl_batch_mtp_tokens(&config, &batch));
+    assert_true(sum.mtp_tokens == kit_mtp_targets(&config, &batch));
     assert_true(fabs(sum.xent + sum.z - all.xent - all.z) < 1e-12 * all.xent);
     assert_true(fabs(sum.mtp_xent - all.mtp_xent) < 1e-12 * all.mtp_xent);
     double top = 0, worst = 0;

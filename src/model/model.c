@@ -120,19 +120,12 @@ static dpl_batch shift(dpl_model *m, const dpl_batch *b, size_t k) {
     return (dpl_batch){b->n_batch, n_seq, block, block + n, block + 2 * n, block + 3 * n};
 }
 
-double dpl_batch_mtp_tokens(const dpl_model_config *c, const dpl_batch *b) {
+double dpl_batch_targets(const dpl_batch *b, size_t k) {
     double n = 0;
-    for (size_t depth = 1; depth <= c->n_mtp && depth < b->n_seq; depth++)
-        for (size_t i = 0; i < dpl_batch_tokens(b); i++) {
-            if (i % b->n_seq + depth >= b->n_seq || b->targets[i + depth] < 0) continue;
-            n += !b->segment || (b->segment[i] != 0 && b->segment[i] == b->segment[i + depth]);
-        }
-    return n;
-}
-
-static double count_targets(const dpl_batch *b) {
-    double n = 0;
-    for (size_t i = 0; i < dpl_batch_tokens(b); i++) n += b->targets && b->targets[i] >= 0;
+    for (size_t i = 0; b->targets && i + k < dpl_batch_tokens(b); i++) {
+        if (i % b->n_seq + k >= b->n_seq || b->targets[i + k] < 0) continue;
+        n += k == 0 || !b->segment || (b->segment[i] != 0 && b->segment[i] == b->segment[i + k]);
+    }
     return n;
 }
 
@@ -405,7 +398,7 @@ static dpl_status read_sums(const pass *p, dpl_loss_sums *sums) {
         double values[3];
         dpl_ctx_read(p->m->ctx, values, p->depths[k].sums, sizeof values);
         *(k ? &sums->mtp_xent : &sums->xent) += values[0];
-        *(k ? &sums->mtp_tokens : &sums->n_tokens) += count_targets(&p->depths[k].batch);
+        *(k ? &sums->mtp_tokens : &sums->n_tokens) += dpl_batch_targets(&p->layers.batch, k);
         sums->z += values[1];
         all += values[0] + values[1] + values[2];
     }

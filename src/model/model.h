@@ -173,8 +173,9 @@ dpl_status dpl_model_evaluate(dpl_model *model, const dpl_batch *batch, const dp
                               float *logits_out, dpl_loss_sums *sums_out);
 // bias += rate * sign(mean(count) - count) per MoE layer.
 void dpl_model_update_bias(dpl_model *model, double rate);
-// Tokens with a target of all MTP depths of this batch: what mtp_scale is divided by.
-double dpl_batch_mtp_tokens(const dpl_model_config *config, const dpl_batch *batch);
+// Tokens with a target of depth k of multi-token prediction, 0: of the model itself. Over all
+// micro-batches, what xent_scale and mtp_scale (all depths above 0) are divided by.
+double dpl_batch_targets(const dpl_batch *batch, size_t k);
 
 /* ---- params.c ---- */
 // Parameters are zero until they are initialized or loaded. Closed by dpl_model_close().

@@ -11,12 +11,6 @@ static dpl_batch batch_of(const dpl_tokens *t) {
     return (dpl_batch){t->n_batch, t->n_seq, t->ids, t->targets, t->segment, t->position};
 }
 
-double dpl_tokens_targets(const dpl_tokens *t) {
-    size_t n = 0;
-    for (size_t i = 0; i < t->n_batch * t->n_seq; i++) n += t->targets[i] >= 0;
-    return (double)n;
-}
-
 // Of the tokens that each expert of each layer got.
 static size_t count_elems(const dpl_model *m) {
     return (m->config.n_layers + m->config.n_mtp) * m->config.n_experts;
@@ -27,10 +21,10 @@ static size_t count_elems(const dpl_model *m) {
 dpl_status dpl_train_pass(dpl_model *model, const dpl_loss_rule *rule, const dpl_tokens *batch,
                           dpl_tokens *micro, dpl_loss_sums *sums) {
     const size_t n_micros = micro ? batch->n_batch / micro->n_batch : 1;
-    const dpl_tokens *part = micro ? micro : batch;
-    const dpl_batch whole = batch_of(batch), piece = batch_of(part);
-    const double n_tokens = dpl_tokens_targets(batch);
-    const double n_mtp = dpl_batch_mtp_tokens(&model->config, &whole);
+    const dpl_batch whole = batch_of(batch), piece = batch_of(micro ? micro : batch);
+    const double n_tokens = dpl_batch_targets(&whole, 0);
+    double n_mtp = 0;
+    for (size_t k = 1; k <= model->config.n_mtp; k++) n_mtp += dpl_batch_targets(&whole, k);
     const double scale = n_tokens > 0 ? 1 / n_tokens : 0;
     const double mtp_scale = n_mtp > 0 ? rule->mtp_weight / n_mtp : 0;
     *sums = (dpl_loss_sums){.n_tokens = n_tokens, .mtp_tokens = n_mtp};
@@ -39,7 +33,7 @@ dpl_status dpl_train_pass(dpl_model *model, const dpl_loss_rule *rule, const dpl
     for (size_t j = 0; j < n_micros; j++) {
         for (size_t row = 0; micro && row < micro->n_batch; row++) // strided, as MaxText splits
             dpl_tokens_copy_row(batch, j + row * n_micros, micro, row);
-        const double share = n_tokens > 0 ? dpl_tokens_targets(part) / n_tokens : 0;
+        const double share = n_tokens > 0 ? dpl_batch_targets(&piece, 0) / n_tokens : 0;
         dpl_loss_sums s;
         DPL_TRY(dpl_model_train_micro(model, &piece, rule, scale, mtp_scale, share, &s));
         sums->xent += s.xent;

@@ -167,7 +167,6 @@ typedef struct dpl_tokens { // (n_batch, n_seq) each, owned
 // Rows without any token yet, each one document.
 dpl_status dpl_tokens_alloc(size_t n_batch, size_t n_seq, dpl_tokens *tokens);
 void dpl_tokens_free(dpl_tokens *tokens);
-double dpl_tokens_targets(const dpl_tokens *tokens); // how many there are
 void dpl_tokens_copy_row(const dpl_tokens *from, size_t from_row, dpl_tokens *to, size_t to_row);
 
 typedef struct dpl_token_span { // tokens that windows do not reach across; one a document
