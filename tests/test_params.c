@@ -207,11 +207,11 @@ static void initial_values_depend_on_seed_and_name_alone(void **state) {
     oracle_config c = scene_small_config();
     kit one, other;
     open_plain(&c, DPL_BF16, 1, &one);
-    dpl_model_init(one.model, DPL_INIT_FAN_IN, 0, 7);
+    dpl_model_init(one.model, false, 0, 7);
     const size_t n = one.model->params.elems;
     for (int threads = 2; threads <= 3; threads++) {
         open_plain(&c, DPL_BF16, threads, &other);
-        dpl_model_init(other.model, DPL_INIT_FAN_IN, 0, 7);
+        dpl_model_init(other.model, false, 0, 7);
         assert_memory_equal(one.model->params.master, other.model->params.master,
                             n * sizeof(float));
         assert_memory_equal(one.model->params.copy, other.model->params.copy, n * 2);
@@ -225,17 +225,17 @@ static void initial_values_depend_on_seed_and_name_alone(void **state) {
     float *before = kit_gather(router, one.model->params.master);
     dpl_model_bias(one.model, 1)[3] = 5;
     dpl_model_values(one.model, dpl_model_param(one.model, 0, DPL_P_O_BIAS))[2] = 5;
-    dpl_model_init(one.model, DPL_INIT_FAN_IN, 0, 8);
+    dpl_model_init(one.model, false, 0, 8);
     float *after = kit_gather(router, one.model->params.master);
     assert_memory_not_equal(before, after, kit_elems(router) * sizeof(float));
     free(before), free(after);
     assert_true(dpl_model_bias(one.model, 1)[3] == 0);
     assert_true(dpl_model_values(one.model, dpl_model_param(one.model, 0, DPL_P_O_BIAS))[2] == 0);
-    dpl_model_init(one.model, DPL_INIT_FAN_IN, 0, 7);
+    dpl_model_init(one.model, false, 0, 7);
     // A model that lies otherwise in memory has the same values under the same names.
     c.tied = true, c.L = 3;
     open_plain(&c, DPL_F32, 2, &other);
-    dpl_model_init(other.model, DPL_INIT_FAN_IN, 0, 7);
+    dpl_model_init(other.model, false, 0, 7);
     assert_true(compare_common(&one, &other, "model.layers.1.") > 20);
     kit_close(&other);
     kit_close(&one);
@@ -325,12 +325,11 @@ static void initial_values_have_the_deviation_of_their_rule(void **state) {
     const oracle_config c = wide_config();
     kit k;
     open_plain(&c, DPL_F32, 2, &k);
-    static const dpl_init_rule rules[] = {DPL_INIT_FAN_IN, DPL_INIT_MAXTEXT, DPL_INIT_NORMAL};
-    for (size_t r = 0; r < DPL_COUNT(rules); r++) {
-        dpl_model_init(k.model, rules[r], 0.006, 1 + r);
+    for (unsigned r = 0; r < 3; r++) { // by fan-in, MaxText's, N(0, std)
+        const bool maxtext = r == 1, normal = r == 2;
+        dpl_model_init(k.model, maxtext, normal ? 0.006 : 0, 1 + r);
         for (size_t i = 0; i < DPL_COUNT(table); i++) {
-            const double fan = rules[r] == DPL_INIT_MAXTEXT ? table[i].maxtext : table[i].fan_in;
-            const bool normal = rules[r] == DPL_INIT_NORMAL;
+            const double fan = maxtext ? table[i].maxtext : table[i].fan_in;
             check_statistics(&k, table[i].name, normal ? 0.006 : 1 / sqrt(fan),
                              !normal && table[i].truncated);
         }
@@ -355,9 +354,9 @@ static void tied_embedding_has_its_own_deviation(void **state) {
     c.tied = true;
     kit k;
     open_plain(&c, DPL_F32, 2, &k);
-    dpl_model_init(k.model, DPL_INIT_FAN_IN, 0, 1);
+    dpl_model_init(k.model, false, 0, 1);
     check_statistics(&k, "model.embed_tokens.weight", 1 / sqrt(96), false);
-    dpl_model_init(k.model, DPL_INIT_MAXTEXT, 0, 1);
+    dpl_model_init(k.model, true, 0, 1);
     check_statistics(&k, "model.embed_tokens.weight", 1, false);
     kit_close(&k);
 }

@@ -11,8 +11,8 @@
 struct dpl_decoder {
     dpl_model *model;
     size_t max_tokens, n_tokens;
-    dpl_mla_cache *cache; // (L)
-    float *memory;        // everything in cache
+    float *memory;         // everything in cache
+    dpl_mla_cache cache[]; // (L)
 };
 
 // The up-projection in row-major order, as it is multiplied in compute: rounded if the copy is.
@@ -31,12 +31,9 @@ dpl_status dpl_decoder_open(dpl_model *m, size_t max_tokens, dpl_decoder **decod
     DPL_TRY(dpl_model_rope_tables(m, max_tokens));
     const size_t latent = max_tokens * c->kv_lora, rope = max_tokens * c->d_rope;
     const size_t per_layer = latent + rope + c->n_heads * (c->d_nope + c->d_v) * c->kv_lora;
-    dpl_decoder *d = dpl_alloc(sizeof *d);
-    if (d) {
-        d->cache = dpl_alloc_array(c->n_layers, sizeof *d->cache);
-        d->memory = dpl_alloc_array(c->n_layers * per_layer, sizeof(float));
-    }
-    if (!d || !d->cache || !d->memory) {
+    dpl_decoder *d = dpl_alloc(sizeof *d + c->n_layers * sizeof *d->cache);
+    if (d) d->memory = dpl_alloc_array(c->n_layers * per_layer, sizeof(float));
+    if (!d || !d->memory) {
         dpl_decoder_close(&d);
         return dpl_fail(DPL_ENOMEM, "no memory for a decoding cache of %zu tokens", max_tokens);
     }
@@ -54,7 +51,6 @@ dpl_status dpl_decoder_open(dpl_model *m, size_t max_tokens, dpl_decoder **decod
 
 void dpl_decoder_close(dpl_decoder **decoder) {
     if (!decoder || !*decoder) return;
-    dpl_free((*decoder)->cache);
     dpl_free((*decoder)->memory);
     dpl_free(*decoder);
     *decoder = NULL;

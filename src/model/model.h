@@ -185,8 +185,8 @@ dpl_status dpl_model_create(dpl_ctx *ctx, const dpl_model_config *config, dpl_dt
 // multiplied: of the matrices that FLOPs are counted of.
 double dpl_params_count(const dpl_model_config *config, bool mtp, size_t n_experts,
                         bool multiplied);
-typedef enum dpl_init_rule { DPL_INIT_FAN_IN, DPL_INIT_MAXTEXT, DPL_INIT_NORMAL } dpl_init_rule;
-void dpl_model_init(dpl_model *model, dpl_init_rule rule, double std, uint64_t seed);
+// std 0: by each matrix's fan-in, or what MaxText takes for it; else N(0, std) everywhere.
+void dpl_model_init(dpl_model *model, bool maxtext, double std, uint64_t seed);
 void dpl_model_refresh(dpl_model *model);              // bf16 copies; after any change of masters
 dpl_status dpl_model_begin_training(dpl_model *model); // gradients, zeroed
 void dpl_model_zero_grads(dpl_model *model);

@@ -295,21 +295,20 @@ static double fan_in(const dpl_model_config *c, const dpl_param *p, bool maxtext
     return (double)c->n_experts * (double)(p->id == DPL_P_EXPERT_DOWN ? c->d : c->moe_f);
 }
 
-void dpl_model_init(dpl_model *m, dpl_init_rule rule, double std, uint64_t seed) {
-    const bool normal = rule == DPL_INIT_NORMAL, maxtext = rule == DPL_INIT_MAXTEXT;
+void dpl_model_init(dpl_model *m, bool maxtext, double std, uint64_t seed) {
     for (size_t i = 0; i < m->n_disk; i++) {
         const dpl_disk_tensor *t = &m->disk[i];
         if (t->bias) memset(t->bias, 0, m->config.n_experts * sizeof(float));
         if (t->bias || t->copy_of_shared) continue;
         const dpl_param_id id = t->param->id;
         const bool attention = id >= DPL_P_Q && id <= DPL_P_O;
-        const double size = normal ? std : 1 / sqrt(fan_in(&m->config, t->param, maxtext));
+        const double size = std > 0 ? std : 1 / sqrt(fan_in(&m->config, t->param, maxtext));
         init_task task = {m->params.master,
                           t,
                           seed,
                           dpl_hash64(t->name, strlen(t->name), 0),
                           size,
-                          !normal && id != DPL_P_EMBED && !attention};
+                          std == 0 && id != DPL_P_EMBED && !attention};
         dpl_pool_run(m->ctx->pool, slice_rows(t), init_row, &task);
     }
     dpl_model_refresh(m);

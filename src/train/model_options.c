@@ -74,11 +74,8 @@ dpl_status dpl_config_adopt(dpl_config *config, const char *dir, dpl_model_confi
 }
 
 void dpl_options_init(const dpl_options *o, dpl_model *model) {
-    dpl_init_rule rule = DPL_INIT_FAN_IN;
-    if (dpl_is(o->weight_init, "maxtext")) rule = DPL_INIT_MAXTEXT;
-    if (dpl_is(o->weight_init, "normal")) rule = DPL_INIT_NORMAL;
-    dpl_model_init(model, rule, o->init_std, (uint64_t)o->init_weights_seed);
-    dpl_model_refresh(model);
+    const double std = dpl_is(o->weight_init, "normal") ? o->init_std : 0;
+    dpl_model_init(model, dpl_is(o->weight_init, "maxtext"), std, (uint64_t)o->init_weights_seed);
 }
 
 dpl_loss_rule dpl_options_loss(const dpl_options *o) {
