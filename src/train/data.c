@@ -23,10 +23,9 @@ void dpl_tokens_free(dpl_tokens *tokens) {
 
 void dpl_tokens_copy_row(const dpl_tokens *from, size_t from_row, dpl_tokens *to, size_t to_row) {
     const size_t n = to->n_seq;
-    int32_t *const dst[] = {to->ids, to->targets, to->segment, to->position};
-    const int32_t *const src[] = {from->ids, from->targets, from->segment, from->position};
-    for (int i = 0; i < 4; i++)
-        memcpy(dst[i] + to_row * n, src[i] + from_row * n, n * sizeof **dst);
+    for (size_t i = 0; i < 4; i++) // ids, targets, segment, position: one block of memory
+        memcpy(to->ids + (i * to->n_batch + to_row) * n,
+               from->ids + (i * from->n_batch + from_row) * n, n * sizeof *to->ids);
 }
 
 /* ---- the order of an epoch ---- */

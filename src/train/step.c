@@ -84,8 +84,13 @@ static void fill_speed(const dpl_trainer *t, double seconds, dpl_step_metrics *m
     m->load_max_over_mean = load_max_over_mean(t->model);
 }
 
-// From the gradients to new weights and biases.
-static dpl_status update(dpl_trainer *t, dpl_step_metrics *m) {
+// From the batch to new weights and biases, which come last.
+static dpl_status make_step(dpl_trainer *t, dpl_step_metrics *m) {
+    dpl_loss_sums sums;
+    DPL_TRY(dpl_train_pass(t->model, &t->rule, &t->batch, &t->micro, &sums));
+    fill_losses(t, &sums, m);
+    DPL_EXPECT(isfinite(m->loss), DPL_ENUMERIC, "the loss is not finite");
+    dpl_ctx_phase(t->ctx, DPL_PHASE_OPTIMIZER);
     DPL_TRY(dpl_optimizer_norm(&t->optimizer, &m->raw_grad_norm));
     m->grad_norm = dpl_optimizer_apply(&t->optimizer, m->learning_rate, m->raw_grad_norm);
     if (t->o->routed_bias_update_rate > 0 && t->model->config.routed_bias)
@@ -98,17 +103,11 @@ dpl_status dpl_trainer_step(dpl_trainer *t, dpl_step_metrics *metrics_out) {
     DPL_NEED(t && metrics_out);
     const double start = dpl_now();
     dpl_step_metrics m = {.step = t->step};
-    dpl_loss_sums sums;
     m.learning_rate = dpl_schedule_rate(t->o, t->schedule_length, t->step);
     memset(t->ctx->phase_s, 0, sizeof t->ctx->phase_s);
     dpl_data_train(&t->data, t->position, &t->batch);
-    dpl_status status = dpl_train_pass(t->model, &t->rule, &t->batch, &t->micro, &sums);
-    if (status == DPL_OK) fill_losses(t, &sums, &m);
-    if (status == DPL_OK && !isfinite(m.loss))
-        status = dpl_fail(DPL_ENUMERIC, "the loss is not finite");
-    const dpl_phase before = dpl_ctx_phase(t->ctx, DPL_PHASE_OPTIMIZER);
-    if (status == DPL_OK) status = update(t, &m);
-    dpl_ctx_phase(t->ctx, before);
+    const dpl_status status = make_step(t, &m);
+    dpl_ctx_phase(t->ctx, DPL_PHASE_OTHER);
     if (status != DPL_OK) return dpl_fail_in(status, "step %lld", (long long)t->step);
     t->position += t->batch.n_batch;
     t->step++;

@@ -160,7 +160,7 @@ dpl_loss_rule dpl_options_loss(const dpl_options *o);
 void dpl_options_init(const dpl_options *o, dpl_model *model);
 
 /* ---- data (data.c) ---- */
-typedef struct dpl_tokens { // (n_batch, n_seq) each, owned
+typedef struct dpl_tokens { // (n_batch, n_seq) each, one owned block of memory
     size_t n_batch, n_seq;
     int32_t *ids, *targets, *segment, *position;
 } dpl_tokens;
