@@ -72,9 +72,8 @@ dpl_status dpl_json_read(const char *path, json_t **object_out) {
     json_error_t error;
     json_t *json = json_loadb((const char *)map.data, map.bytes, JSON_REJECT_DUPLICATES, &error);
     dpl_map_close(&map);
-    if (!json)
-        return dpl_fail(DPL_EFORMAT, "%s: line %d, byte %d: %s", path, error.line, error.position,
-                        error.text);
+    DPL_EXPECT(json, DPL_EFORMAT, "%s: line %d, byte %d: %s", path, error.line, error.position,
+               error.text);
     if (!json_is_object(json)) {
         json_decref(json);
         return dpl_fail(DPL_EFORMAT, "%s: byte 0: not a JSON object", path);
