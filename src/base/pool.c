@@ -86,7 +86,7 @@ static void help(dpl_pool *pool, int i_thread) {
 
 static void *work(void *arg) {
     dpl_pool *pool = arg;
-    const int i_thread = atomic_fetch_add(&pool->n_numbered, 1);
+    const int i_thread = 1 + atomic_fetch_add(&pool->n_numbered, 1); // the caller has 0
     uint32_t seen = 0;
     for (;;) {
         if (!spin_while_equal(&pool->n_runs, seen)) {
@@ -152,7 +152,7 @@ dpl_status dpl_pool_open(int n_threads, dpl_pool **pool_out) {
     DPL_EXPECT(pool, DPL_ENOMEM, "pool: no memory for %d threads", n_threads);
     pthread_mutex_init(&pool->busy, NULL);
     pool->n_threads = n_threads;
-    pool->n_started = pool->n_numbered = 1;
+    pool->n_started = 1;
     pool->threads = dpl_alloc_array((size_t)n_threads, sizeof *pool->threads);
     if (pool->threads) start_workers(pool);
     if (pool->threads && pool->n_started == n_threads) {
