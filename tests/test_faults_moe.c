@@ -609,7 +609,7 @@ static void padding_changes_nothing(void **state) {
         const dpl_aux aux = {DPL_BALANCE_SEQUENCE, 0.5f, 0.5f, 1, 10, padded ? 8 : 5};
         l.aux = &aux;
         assert_int_equal(lab_run(&l, ctx), DPL_OK);
-        assert_int_equal(l.saved.n_rows, 100);
+        assert_int_equal(l.saved.ep.n_rows, 100);
         memcpy(losses[padded], l.saved.aux, sizeof losses[padded]);
         memcpy(routed[padded], l.saved.ep.counts, sizeof routed[padded]);
         router[padded] = dpl_alloc_array(l.n[LAB_ROUTER], sizeof(float));

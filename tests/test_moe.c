@@ -124,7 +124,7 @@ static void choice_equals_the_oracle(void **state) {
         int64_t total = 0;
         for (size_t e = 0; e < l.rule.rule.n_experts; e++) total += l.saved.ep.counts[e];
         assert_int_equal(total, l.rule.t * l.rule.rule.top_k);
-        assert_int_equal(l.saved.n_rows, total);
+        assert_int_equal(l.saved.ep.n_rows, total);
         lab_close(&l);
     }
     dpl_ctx_close(&ctx);
@@ -299,7 +299,7 @@ static void no_tokens_is_a_call_like_any_other(void **state) {
         lab l;
         lab_open(&rule, &l);
         assert_int_equal(lab_run(&l, ctx), DPL_OK);
-        assert_int_equal(l.saved.n_rows, 0);
+        assert_int_equal(l.saved.ep.n_rows, 0);
         for (size_t e = 0; e < rule.rule.n_experts; e++) assert_int_equal(l.saved.ep.counts[e], 0);
         for (int id = 0; id < LAB_N; id++)
             for (size_t i = 0; i < l.n[id]; i++) assert_true(lab_grad(&l, (lab_id)id, i) == 0);

@@ -204,7 +204,7 @@ dpl_status dpl_layer_backward(dpl_layer *layer, const void *x, size_t ld_x, cons
     DPL_CHECK(record->magic == PASS_MAGIC && record->layer == layer,
               "ws holds no finished forward pass of this layer");
     const dpl_moe_shape *shape = &layer->shape;
-    const size_t n_tokens = record->saved.n_tokens;
+    const size_t n_tokens = record->saved.ep.n_tokens;
     dpl_mat x_in, dy_in, dx;
     DPL_TRY(dpl_check_mat("x", x, ld_x, shape->d, n_tokens, shape->dtype, &x_in));
     DPL_TRY(dpl_check_mat("dy", dy, ld_dy, shape->d, n_tokens, shape->dtype, &dy_in));

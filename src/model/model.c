@@ -54,7 +54,7 @@ void dpl_probe_mat(dpl_model *m, const char *stem, int layer, const dpl_batch *b
 
 void dpl_probe_routing(dpl_model *m, int layer, const dpl_moe_saved *saved) {
     if (!m->probe) return;
-    const size_t E = m->config.n_experts, K = m->config.top_k, T = saved->n_tokens;
+    const size_t E = m->config.n_experts, K = m->config.top_k, T = saved->ep.n_tokens;
     const size_t mark = dpl_ctx_mark(m->ctx);
     int64_t *ids = dpl_ctx_alloc(m->ctx, T * K * sizeof *ids);
     dpl_ctx_wait(m->ctx);

@@ -52,18 +52,16 @@ typedef struct dpl_mlp {
     dpl_groups groups;
     dpl_weight gate_up_w, down_w; // as in dpl_moe_weights
     dpl_mat x;                    // (N, D)
-    const float *row_weight;      // (N), NULL: 1
+    float *row_weight;            // (N), NULL: 1
     dpl_mat gate_up, hidden;      // (N, 2F'), (N, F) after SwiGLU and row weight: kept for backward
 } dpl_mlp;
 
 // Belongs to the caller: any number of calls may be between forward and backward.
 typedef struct dpl_moe_saved {
-    size_t n_tokens, n_rows;
     float *logits, *score; // (T, E)
     int32_t *ids;          // (T, K), -1: skipped
     float *weights;        // (T, K)
     dpl_ep ep;
-    float *row_weight;       // (N)
     dpl_mlp experts, shared; // blocks kept by forward, each with what it was called with
     double aux[2];           // balance loss and router z-loss, host, weighted
 } dpl_moe_saved;

@@ -8,7 +8,7 @@ void dpl_router_forward(dpl_ctx *ctx, const dpl_moe_shape *shape, const dpl_moe_
                         dpl_mat x, const int32_t *segment, const dpl_aux *aux,
                         const dpl_moe_saved *saved) {
     const dpl_route_rule *rule = &shape->rule;
-    const size_t n_tokens = saved->n_tokens;
+    const size_t n_tokens = saved->ep.n_tokens;
     dpl_moe_report *report = saved->ep.report;
     dpl_gemm_forward(ctx, x, &weights->router, dpl_one_group(n_tokens),
                      dpl_mat_f32(saved->logits, rule->n_experts));
@@ -23,11 +23,11 @@ void dpl_router_backward(dpl_ctx *ctx, const dpl_moe_shape *shape, const dpl_moe
                          dpl_mat x, const dpl_aux *aux, const dpl_moe_saved *saved,
                          const float *dweights, dpl_mat dx) {
     const dpl_route_rule *rule = &shape->rule;
-    const dpl_groups all = dpl_one_group(saved->n_tokens);
+    const dpl_groups all = dpl_one_group(saved->ep.n_tokens);
     const size_t mark = dpl_ctx_mark(ctx);
-    float *dlogits = dpl_ctx_alloc(ctx, saved->n_tokens * rule->n_experts * sizeof(float));
+    float *dlogits = dpl_ctx_alloc(ctx, saved->ep.n_tokens * rule->n_experts * sizeof(float));
     double *values = dpl_ctx_alloc(ctx, 2 * sizeof(double)); // forward has reported them already
-    dpl_route_backward(ctx, rule, dweights, saved->ids, saved->score, saved->n_tokens, dlogits);
+    dpl_route_backward(ctx, rule, dweights, saved->ids, saved->score, saved->ep.n_tokens, dlogits);
     if (aux)
         dpl_aux_losses(ctx, rule, aux, saved->logits, saved->score, saved->ids, values, dlogits);
     const dpl_mat dl = dpl_mat_f32(dlogits, rule->n_experts);
