@@ -443,8 +443,8 @@ static dpl_status run_pass(pass *p, dpl_loss_sums *sums) {
     return DPL_OK;
 }
 
-// Bytes that a layer keeps for backward for each token. What an MoE layer keeps is counted in blocks
-// of 64 tokens, for the padding between its blocks not to count.
+// Bytes that a layer keeps for backward for each token. An MoE layer is asked for 64 tokens: then
+// the padding between its blocks does not count.
 static double layer_bytes(const dpl_model *m, size_t layer) {
     const dpl_model_config *c = &m->config;
     const bool moe = dpl_model_layer_is_moe(c, layer);

@@ -50,8 +50,7 @@ dpl_status dpl_config_model(const dpl_config *config, dpl_model_config *model_ou
 
 dpl_status dpl_config_adopt(dpl_config *config, const char *dir, dpl_model_config *model_out) {
     dpl_model_config have, want;
-    dpl_dtype dtype;
-    DPL_TRY(dpl_model_read_config(dir, &have, &dtype));
+    DPL_TRY(dpl_model_read_config(dir, &have, NULL));
     fill_model(config, &want);
     for (size_t i = 0; i < DPL_OPT_N; i++) {
         const char *const *names;
