@@ -352,14 +352,6 @@ double dpl_rope_frequencies(const dpl_model_config *c, float *inv_freq) {
 }
 
 /* ---- counts ---- */
-uint64_t dpl_model_param_count(const dpl_model_config *c) {
-    return (uint64_t)dpl_params_count(c, false, c->n_experts, false);
-}
-
-uint64_t dpl_model_active_param_count(const dpl_model_config *c) {
-    return (uint64_t)dpl_params_count(c, false, c->top_k, false);
-}
-
 double dpl_model_attention_flops(const dpl_model_config *c, size_t n_batch, size_t n_seq) {
     const double per_layer = (double)n_batch * (double)n_seq * (double)n_seq * (double)c->n_heads *
                              (double)(c->d_nope + c->d_rope + c->d_v);

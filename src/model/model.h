@@ -45,9 +45,6 @@ bool dpl_model_config_get(const dpl_model_config *config, const char *key, doubl
                           const char *const **names_out);
 void dpl_model_config_put(dpl_model_config *config, const char *key, const char *text);
 bool dpl_model_layer_is_moe(const dpl_model_config *config, size_t layer); // MTP layers included
-// Trainable parameters without MTP; those of a token: without the E - K experts that it leaves out.
-uint64_t dpl_model_param_count(const dpl_model_config *config);
-uint64_t dpl_model_active_param_count(const dpl_model_config *config);
 // FLOPs of a micro-batch's forward and backward, MaxText's count, MTP included; attention's part.
 double dpl_model_flops(const dpl_model_config *config, size_t n_batch, size_t n_seq);
 double dpl_model_attention_flops(const dpl_model_config *config, size_t n_batch, size_t n_seq);
@@ -185,6 +182,13 @@ dpl_status dpl_model_create(dpl_ctx *ctx, const dpl_model_config *config, dpl_dt
 // multiplied: of the matrices that FLOPs are counted of.
 double dpl_params_count(const dpl_model_config *config, bool mtp, size_t n_experts,
                         bool multiplied);
+// Trainable parameters without MTP; those of a token: without the E - K experts that it leaves out.
+static inline uint64_t dpl_model_param_count(const dpl_model_config *config) {
+    return (uint64_t)dpl_params_count(config, false, config->n_experts, false);
+}
+static inline uint64_t dpl_model_active_param_count(const dpl_model_config *config) {
+    return (uint64_t)dpl_params_count(config, false, config->top_k, false);
+}
 // std 0: by each matrix's fan-in, or what MaxText takes for it; else N(0, std) everywhere.
 void dpl_model_init(dpl_model *model, bool maxtext, double std, uint64_t seed);
 void dpl_model_refresh(dpl_model *model);              // bf16 copies; after any change of masters

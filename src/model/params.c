@@ -208,11 +208,10 @@ void dpl_model_refresh(dpl_model *m) {
 dpl_weight dpl_model_weight(const dpl_model *m, const dpl_param *param) {
     if (!param) return (dpl_weight){0};
     // The router always computes in fp32.
-    const bool bf16 = m->params.copy && param->id != DPL_P_ROUTER;
-    const void *p = bf16 ? (const void *)(m->params.copy + param->offset)
-                         : m->params.master + param->offset;
-    return (dpl_weight){p,        bf16 ? DPL_BF16 : DPL_F32, param->n_groups, param->n,
-                        param->k, dpl_model_grad(m, param)};
+    const dpl_dtype dtype = param->id == DPL_P_ROUTER ? DPL_F32 : m->dtype;
+    const void *p = m->params.master + param->offset;
+    if (dtype == DPL_BF16) p = m->params.copy + param->offset;
+    return (dpl_weight){p, dtype, param->n_groups, param->n, param->k, dpl_model_grad(m, param)};
 }
 
 /* ---- row-major slices ---- */
