@@ -150,7 +150,7 @@ static void run_cases(const groups_case *cases, size_t n) {
         for (int packed = 0; packed < 2; packed++) run_groups(&cases[i], packed);
 }
 
-// Rows 1, 2, 4: no tokens for some experts, the last one among them, or for all.
+// No tokens for some experts, the last one among them, or for all.
 static void empty_groups_have_zero_gradients_and_no_stray_rows(void **state) {
     (void)state;
     static const groups_case cases[] = {
@@ -160,23 +160,23 @@ static void empty_groups_have_zero_gradients_and_no_stray_rows(void **state) {
         {3, {16, 16, 0}, 16, 16, 0, 0},
         {3, {0, 16, 16}, 16, 16, 0, 0},
         {3, {16, 0, 16}, 16, 16, 0, 0},
-        {18, {6, 5, 6, 5, 5, 5}, 43, 64, 0, 0}, // row 7
+        {18, {6, 5, 6, 5, 5, 5}, 43, 64, 0, 0},
     };
     run_cases(cases, DPL_COUNT(cases));
 }
 
-// Rows 8, 42: groups smaller than any tile, or that begin where no tile does.
+// Groups smaller than any tile, or that begin where no tile does.
 static void groups_of_any_size_and_start_are_right(void **state) {
     (void)state;
     static const groups_case cases[] = {
         {6, {1, 127, 128, 129, 0, 3}, 128, 128, 0, 0},
         {3, {128, 130, 65}, 64, 64, 0, 0},
-        {5, {0, 1, 7, 8, 9}, 33, 31, 3, 0}, // row 9
+        {5, {0, 1, 7, 8, 9}, 33, 31, 3, 0},
     };
     run_cases(cases, DPL_COUNT(cases));
 }
 
-// Rows 3, 40: rows behind the last group, and row distances that are multiples of nothing.
+// Rows behind the last group, and row distances that are multiples of nothing.
 static void odd_strides_and_rows_beyond_the_last_group(void **state) {
     (void)state;
     static const size_t ks[] = {1, 7, 8, 9, 1025};
@@ -187,7 +187,7 @@ static void odd_strides_and_rows_beyond_the_last_group(void **state) {
     }
 }
 
-// Rows 41, 42: what offsets may be.
+// What offsets may be.
 static void offsets_are_checked(void **state) {
     (void)state;
     static const struct {
@@ -215,7 +215,7 @@ static void offsets_are_checked(void **state) {
     dpl_free(ws);
 }
 
-// Row 122: sizes of real models. Outputs are checked at places drawn at random.
+// Sizes of real models. Outputs are checked at places drawn at random.
 static void large_weights_are_right_too(void **state) {
     (void)state;
     static const size_t sizes[][2] = {{64, 14336}, {14336, 64}, {4096, 512}, {4096, 4096}};
@@ -242,7 +242,7 @@ static void large_weights_are_right_too(void **state) {
     }
 }
 
-// Row 38: the last of 256 experts lies 15 GB behind the first. Pages that nobody touches cost
+// The last of 256 experts lies 15 GB behind the first. Pages that nobody touches cost
 // nothing.
 static void the_last_expert_is_found_behind_4_gib(void **state) {
     (void)state;
@@ -288,7 +288,7 @@ static float logit_of(double s) {
     return (float)log(s / (1 - s));
 }
 
-// Rows 16, 17: a logit that is not finite is an error that names the token, and nothing is written.
+// A logit that is not finite is an error that names the token, and nothing is written.
 static void logits_that_are_not_finite_name_their_token(void **state) {
     (void)state;
     static const float bad[] = {NAN, INFINITY, -INFINITY};
@@ -304,7 +304,7 @@ static void logits_that_are_not_finite_name_their_token(void **state) {
         }
 }
 
-// Rows 16, 17 in the layer: found at the read-back of the counts, before any expert runs.
+// In the layer it is found at the read-back of the counts, before any expert runs.
 static void a_layer_names_the_token_that_is_not_finite(void **state) {
     (void)state;
     for (int deferred = 0; deferred < 2; deferred++) {
@@ -325,7 +325,7 @@ static void a_layer_names_the_token_that_is_not_finite(void **state) {
     }
 }
 
-// Row 18: more than 256 experts. Row 121: more experts than K.
+// More than 256 experts. More experts than K.
 static void ids_above_255_are_chosen(void **state) {
     (void)state;
     for (size_t e = 257; e <= 512; e += 255) {
@@ -340,7 +340,7 @@ static void ids_above_255_are_chosen(void **state) {
     assert_int_equal(ids[0], 7);
 }
 
-// Row 20: ties go to the lower id.
+// Ties go to the lower id.
 static void equal_scores_choose_the_lower_ids(void **state) {
     (void)state;
     for (int n_threads = 1; n_threads <= 3; n_threads += 2) {
@@ -358,7 +358,7 @@ static void equal_scores_choose_the_lower_ids(void **state) {
     }
 }
 
-// Row 21: the choice is made in fp32. Row 115: weights are scores without the bias, however small.
+// The choice is made in fp32. Weights are scores without the bias, however small.
 static void bias_only_decides_and_in_fp32(void **state) {
     (void)state;
     const dpl_route_rule one = unscaled(2, 1);
@@ -377,7 +377,7 @@ static void bias_only_decides_and_in_fp32(void **state) {
     assert_true(weights[0] == 0.5f && weights[1] == 0.5f);
 }
 
-// Row 116: normalized within a token, then scaled.
+// Normalized within a token, then scaled.
 static void weights_are_normalized_per_token_then_scaled(void **state) {
     (void)state;
     dpl_route_rule rule = lab_sigmoid(2, 2);
@@ -388,7 +388,7 @@ static void weights_are_normalized_per_token_then_scaled(void **state) {
     for (size_t i = 0; i < 4; i++) assert_true(fabs((double)weights[i] - expected[i]) < 1e-6);
 }
 
-// Row 117: a group's score is the sum of its two best, whatever K is.
+// A group's score is the sum of its two best, whatever K is.
 static void group_score_is_the_sum_of_the_two_best(void **state) {
     (void)state;
     dpl_route_rule rule = unscaled(8, 4);
@@ -400,7 +400,7 @@ static void group_score_is_the_sum_of_the_two_best(void **state) {
     for (int32_t i = 0; i < 4; i++) assert_int_equal(ids[i], i);
 }
 
-// Row 22: with one normalized expert a token the router learns nothing from the task; without, it
+// With one normalized expert a token the router learns nothing from the task; without, it
 // does.
 static void one_normalized_expert_gives_the_router_no_gradient(void **state) {
     (void)state;
@@ -419,7 +419,7 @@ static void one_normalized_expert_gives_the_router_no_gradient(void **state) {
     }
 }
 
-// Row 24: equal tokens choose alike in any place, with any number of threads, twice in a row.
+// Equal tokens choose alike in any place, with any number of threads, twice in a row.
 static void equal_tokens_choose_alike(void **state) {
     (void)state;
     static const int n_threads[] = {1, 3, 8};
@@ -453,7 +453,7 @@ static dpl_status prepare(dpl_comm *comm, const dpl_moe_shape *shape, const int3
     return dpl_ep_prepare(ctx, comm, given, ep, NULL);
 }
 
-// Rows 19, 23: an id twice in a token, or outside of -1 .. E-1, is an error that names the token.
+// An id twice in a token, or outside of -1 .. E-1, is an error that names the token.
 static void ids_of_a_caller_are_checked(void **state) {
     (void)state;
     static const struct {
@@ -482,7 +482,7 @@ static void ids_of_a_caller_are_checked(void **state) {
     dpl_comm_close(&comm);
 }
 
-// Rows 14, 51: skipped slots shift nothing, there and back.
+// Skipped slots shift nothing, there and back.
 static void skipped_slots_shift_no_rows(void **state) {
     (void)state;
     enum { T = 4, K = 2, D = 3 };
@@ -517,7 +517,7 @@ static void skipped_slots_shift_no_rows(void **state) {
     dpl_comm_close(&comm);
 }
 
-// Row 119: the sum over a token's experts is in fp32 and rounded once.
+// The sum over a token's experts is in fp32 and rounded once.
 static void combine_rounds_once(void **state) {
     (void)state;
     const dpl_moe_shape shape = {.d = 1, .f = 4, .rule = lab_sigmoid(8, 8)};
@@ -534,7 +534,7 @@ static void combine_rounds_once(void **state) {
     dpl_comm_close(&comm);
 }
 
-// Row 118: without routed experts the layer is its shared expert, bit for bit, whatever the scale.
+// Without routed experts the layer is its shared expert, bit for bit, whatever the scale.
 static void the_shared_expert_counts_fully(void **state) {
     (void)state;
     for (int dtype = 0; dtype < 2; dtype++) {
@@ -561,8 +561,8 @@ static void the_shared_expert_counts_fully(void **state) {
     }
 }
 
-// Row 10: counts are the histogram, also when nearly all tokens choose the same experts. Row 26:
-// and the same when the forward pass runs again. Row 31: so are the auxiliary losses.
+// Counts are the histogram, also when nearly all tokens choose the same experts, and the same when
+// the forward pass runs again. So are the auxiliary losses.
 static void counts_are_exact_and_repeatable(void **state) {
     (void)state;
     lab_rule rule = {.t = 2304, .d = 16, .f = 8, .rule = lab_sigmoid(32, 8), .seed = 9};
@@ -584,7 +584,7 @@ static void counts_are_exact_and_repeatable(void **state) {
     lab_close(&l);
 }
 
-// Rows 123, 124: padding is not routed, not counted, and in no auxiliary loss or gradient.
+// Padding is not routed, not counted, and in no auxiliary loss or gradient.
 static void padding_changes_nothing(void **state) {
     (void)state;
     double losses[2][2];
@@ -637,7 +637,7 @@ static void padding_changes_nothing(void **state) {
 /* ---- the layer as a whole -----------------------------------------------------------------------
  */
 
-// Row 1: the gradient of an expert without tokens is zero to the bit, after a call in which it had
+// The gradient of an expert without tokens is zero to the bit, after a call in which it had
 // some.
 static void experts_without_tokens_have_zero_gradient(void **state) {
     (void)state;
@@ -683,7 +683,7 @@ static size_t peak_of(size_t n_tokens, bool one_expert, size_t n_padding) {
     return peak;
 }
 
-// Row 158: memory follows the rows that arrive: it does not depend on where they go.
+// Memory follows the rows that arrive: it does not depend on where they go.
 static void memory_is_that_of_the_rows_that_arrive(void **state) {
     (void)state;
     const size_t peak = peak_of(512, true, 0);
@@ -694,7 +694,7 @@ static void memory_is_that_of_the_rows_that_arrive(void **state) {
     assert_true(peak - peak_of(512, false, 256) >= 256 * row_bytes);
 }
 
-// Row 162: of every parameter the gradient accumulates; dx is written.
+// Of every parameter the gradient accumulates; dx is written.
 static void two_backward_calls_double_every_gradient(void **state) {
     (void)state;
     lab_rule rule = {
@@ -726,7 +726,7 @@ static void two_backward_calls_double_every_gradient(void **state) {
     lab_close(&l);
 }
 
-// Row 161: dy as a view with a row distance, twice in a row: equal gradients, inputs unchanged.
+// Dy as a view with a row distance, twice in a row: equal gradients, inputs unchanged.
 static void strided_gradients_are_read_only(void **state) {
     (void)state;
     for (int dtype = 0; dtype < 2; dtype++) {
@@ -769,7 +769,7 @@ static void run_alone(lab *l, uint64_t *hash) {
     lab_zero_grads(l);
 }
 
-// Row 163: forward A, forward B, then backward in either order.
+// Forward A, forward B, then backward in either order.
 static void passes_may_interleave(void **state) {
     (void)state;
     for (int order = 0; order < 2; order++) {
