@@ -26,7 +26,7 @@ static void make_dir(void) {
         const dpl_st_tensor tensor = {
             .name = i ? "w1" : "w0", .dtype = DPL_ST_U8, .data = (const uint8_t *)"x"};
         if (dpl_path_join(dir, i ? "b" : "a", path) != DPL_OK ||
-            dpl_st_write(path, &tensor, 1, 0, NULL, NULL) != DPL_OK)
+            dpl_st_write(path, &tensor, 1, NULL, NULL) != DPL_OK)
             abort();
     }
     if (dpl_path_join(dir, "model.safetensors.index.json", index_path) != DPL_OK) abort();

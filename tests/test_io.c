@@ -146,7 +146,7 @@ static void full_disk(void **state) {
                                       .rank = 1,
                                       .shape = {sizeof data},
                                       .data = (const uint8_t *)data};
-        bad |= dpl_st_write(scratch_path("disk/st"), &tensor, 1, 0, NULL, NULL) != DPL_EIO;
+        bad |= dpl_st_write(scratch_path("disk/st"), &tensor, 1, NULL, NULL) != DPL_EIO;
         bad |= scratch_count(dir) != 1; // only the first file is left
         _exit(bad);
     }

@@ -286,7 +286,7 @@ static void round_trip(void **state) {
     char path[PATH_MAX];
     strcpy(path, scratch_path("round.safetensors"));
     for (size_t i = 0; i < DPL_COUNT(tensors); i++) tensors[i].data = data[i];
-    check_ok(dpl_st_write(path, tensors, DPL_COUNT(tensors), 0, NULL, NULL));
+    check_ok(dpl_st_write(path, tensors, DPL_COUNT(tensors), NULL, NULL));
     dpl_st_file *file;
     check_ok(dpl_st_open(path, &file));
     assert_string_equal(file->path, path);
@@ -313,7 +313,7 @@ static void round_trip(void **state) {
 static void no_tensors(void **state) {
     (void)state;
     const char *path = scratch_path("zero.safetensors");
-    check_ok(dpl_st_write(path, NULL, 0, 0, NULL, NULL));
+    check_ok(dpl_st_write(path, NULL, 0, NULL, NULL));
     static const char whole[] = "\x20\0\0\0\0\0\0\0{\"__metadata__\":{\"format\":\"pt\"}}";
     assert_true(scratch_holds(path, whole, sizeof whole - 1));
     dpl_st_file *file;
@@ -335,26 +335,26 @@ static void writer_errors(void **state) {
     strcpy(path, scratch_path("we/w.safetensors"));
     const dpl_st_tensor good = {.name = "a", .dtype = DPL_ST_F32, .rank = 1, .shape = {2}};
     dpl_st_tensor list[2] = {good, good};
-    check_error(dpl_st_write(path, list, 2, 0, NULL, NULL), DPL_EINVAL, path, "a is taken");
+    check_error(dpl_st_write(path, list, 2, NULL, NULL), DPL_EINVAL, path, "a is taken");
     list[1].name = "__metadata__";
-    check_error(dpl_st_write(path, list, 2, 0, NULL, NULL), DPL_EINVAL, path, "taken");
+    check_error(dpl_st_write(path, list, 2, NULL, NULL), DPL_EINVAL, path, "taken");
     list[1].name = "\xff";
-    check_error(dpl_st_write(path, list, 2, 0, NULL, NULL), DPL_EINVAL, path, "UTF-8");
+    check_error(dpl_st_write(path, list, 2, NULL, NULL), DPL_EINVAL, path, "UTF-8");
     list[1] = (dpl_st_tensor){.name = "b", .dtype = DPL_ST_F32, .rank = 9};
-    check_error(dpl_st_write(path, list, 2, 0, NULL, NULL), DPL_EINVAL, path, "tensor b");
+    check_error(dpl_st_write(path, list, 2, NULL, NULL), DPL_EINVAL, path, "tensor b");
     list[1] = (dpl_st_tensor){.name = "b", .dtype = DPL_ST_N};
-    check_error(dpl_st_write(path, list, 2, 0, NULL, NULL), DPL_EINVAL, path, "tensor b");
+    check_error(dpl_st_write(path, list, 2, NULL, NULL), DPL_EINVAL, path, "tensor b");
     list[1] = (dpl_st_tensor){.name = "b", .dtype = DPL_ST_U8, .rank = 1, .shape = {-1}};
-    check_error(dpl_st_write(path, list, 2, 0, NULL, NULL), DPL_EINVAL, path, "tensor b");
+    check_error(dpl_st_write(path, list, 2, NULL, NULL), DPL_EINVAL, path, "tensor b");
     list[1] = (dpl_st_tensor){.name = "b", .dtype = DPL_ST_U8, .rank = 1, .shape = {INT64_MAX}};
-    check_error(dpl_st_write(path, list, 2, 0, NULL, NULL), DPL_EINVAL, path, "tensor b");
+    check_error(dpl_st_write(path, list, 2, NULL, NULL), DPL_EINVAL, path, "tensor b");
     assert_int_equal(scratch_count(scratch_path("we")), 0);
 }
 
 static dpl_status write_one(const char *path, const char *bytes) {
     const dpl_st_tensor tensor = {
         .name = "a", .dtype = DPL_ST_F32, .rank = 1, .shape = {2}, .data = (const uint8_t *)bytes};
-    return dpl_st_write(path, &tensor, 1, 0, NULL, NULL);
+    return dpl_st_write(path, &tensor, 1, NULL, NULL);
 }
 
 static bool one_holds(const char *path, const char *bytes) {
@@ -454,7 +454,8 @@ static void shard_sets(void **state) {
         int first = (int)i + 1;
         check_ok(dpl_remove_tree(dir));
         check_ok(dpl_make_dirs(dir));
-        check_ok(dpl_st_write(dir, shard_tensors, N_TENSORS, cases[i].shard_bytes, fill, &first));
+        check_ok(
+            dpl_st_write_dir(dir, shard_tensors, N_TENSORS, cases[i].shard_bytes, fill, &first));
         check_shards(dir, first, cases[i].n_files);
         const size_t n_files = cases[i].n_files;
         assert_int_equal(scratch_count(dir), n_files + (n_files > 1)); // one index
@@ -475,24 +476,24 @@ static void shard_stale(void **state) {
     check_ok(dpl_make_dirs(dir));
     int first = 3;
     // A file that no index names, even a damaged one, is not looked at.
-    check_ok(dpl_st_write(dir, shard_tensors, N_TENSORS, 64, fill, &first));
+    check_ok(dpl_st_write_dir(dir, shard_tensors, N_TENSORS, 64, fill, &first));
     scratch_text(scratch_path("stale/model-00004-of-00005.safetensors"), "not a file");
     check_shards(dir, first, 3);
     // Both forms: the single file wins, with a notice.
-    check_ok(dpl_st_write(scratch_path("."), shard_tensors, N_TENSORS, 0, fill, &(int){7}));
+    check_ok(dpl_st_write_dir(scratch_path("."), shard_tensors, N_TENSORS, 0, fill, &(int){7}));
     assert_int_equal(
         rename(scratch_path("model.safetensors"), scratch_path("stale/model.safetensors")), 0);
     scratch_log_start();
     check_shards(dir, 7, 1);
     assert_non_null(strstr(scratch_log_stop(), "the index is not used"));
-    check_ok(dpl_st_write(dir, shard_tensors, N_TENSORS, 64, fill, &first));
+    check_ok(dpl_st_write_dir(dir, shard_tensors, N_TENSORS, 64, fill, &first));
     check_shards(dir, first, 3);
     assert_false(dpl_path_exists(scratch_path("stale/model.safetensors")));
     // Fewer shards, more, and one file, each where the others were.
     static const size_t shard_bytes[] = {40, 64, 153, 1, 0, 60, 0};
     for (size_t i = 0; i < DPL_COUNT(shard_bytes); i++) {
         first = 20 + (int)i;
-        check_ok(dpl_st_write(dir, shard_tensors, N_TENSORS, shard_bytes[i], fill, &first));
+        check_ok(dpl_st_write_dir(dir, shard_tensors, N_TENSORS, shard_bytes[i], fill, &first));
         check_shards(dir, first, ((const size_t[]){5, 3, 2, 10, 1, 3, 1})[i]);
     }
     assert_false(dpl_path_exists(scratch_path("stale/model.safetensors.index.json")));
@@ -536,14 +537,14 @@ static void shard_errors(void **state) {
         {"w0", "..", "bad/..", "regular"},
     };
     for (size_t i = 0; i < DPL_COUNT(cases); i++) {
-        check_ok(dpl_st_write(dir, shard_tensors, N_TENSORS, 64, fill, &first));
+        check_ok(dpl_st_write_dir(dir, shard_tensors, N_TENSORS, 64, fill, &first));
         edit_index(dir, cases[i].tensor, cases[i].file, 0);
         const dpl_status status = dpl_st_open(dir, &shards);
         assert_true(status == DPL_EFORMAT || status == DPL_EIO);
         check_error(status, status, cases[i].part, cases[i].part2);
         assert_null(shards);
     }
-    check_ok(dpl_st_write(dir, shard_tensors, N_TENSORS, 64, fill, &first));
+    check_ok(dpl_st_write_dir(dir, shard_tensors, N_TENSORS, 64, fill, &first));
     edit_index(dir, "w0", "model-00001-of-00003.safetensors", 155);
     scratch_log_start();
     check_shards(dir, first, 3);
@@ -569,12 +570,12 @@ static void shard_writer_errors(void **state) {
     strcpy(dir, scratch_path("swe"));
     check_ok(dpl_make_dirs(dir));
     dpl_st_tensor twice[2] = {shard_tensors[0], shard_tensors[0]};
-    check_error(dpl_st_write(dir, twice, 2, 1, fill, &(int){0}), DPL_EINVAL, "w0", "taken");
+    check_error(dpl_st_write_dir(dir, twice, 2, 1, fill, &(int){0}), DPL_EINVAL, "w0", "taken");
     twice[1].rank = 100;
-    check_error(dpl_st_write(dir, twice, 2, 1, fill, &(int){0}), DPL_EINVAL, "w0", "shape");
+    check_error(dpl_st_write_dir(dir, twice, 2, 1, fill, &(int){0}), DPL_EINVAL, "w0", "shape");
     assert_int_equal(scratch_count(dir), 0);
-    check_error(dpl_st_write(scratch_path("none/a"), shard_tensors, 1, 1, fill, &(int){0}), DPL_EIO,
-                "none", "");
+    check_error(dpl_st_write_dir(scratch_path("none/a"), shard_tensors, 1, 1, fill, &(int){0}),
+                DPL_EIO, "none", "");
     for (int kind = 0; kind < 2; kind++) {
         void (*inject)(size_t) = kind ? dpl_fault_alloc : dpl_fault_write;
         size_t n = 0;
@@ -582,7 +583,7 @@ static void shard_writer_errors(void **state) {
             check_ok(dpl_remove_tree(dir));
             check_ok(dpl_make_dirs(dir));
             inject(++n);
-            status = dpl_st_write(dir, shard_tensors, N_TENSORS, 64, fill, &(int){9});
+            status = dpl_st_write_dir(dir, shard_tensors, N_TENSORS, 64, fill, &(int){9});
             inject(0);
             // Whole files may be there, but no index without all of them, and nothing hidden.
             const size_t n_files = scratch_count(dir);

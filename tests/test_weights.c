@@ -263,7 +263,7 @@ static void set_write(const file_set *s, const char *dir) {
                                        .bytes = elems * dpl_st_dtype_bytes(f->dtype)};
     }
     writing w = {tensors, values};
-    check_ok(dpl_st_write(dir, tensors, n, 0, values_of, &w));
+    check_ok(dpl_st_write_dir(dir, tensors, n, 0, values_of, &w));
     test_free(tensors), test_free(values);
 }
 

@@ -129,6 +129,6 @@ void run_write_batch(const char *path, size_t n_batch, size_t n_seq, const int32
                                   .rank = 2,
                                   .shape = {(int64_t)n_batch, (int64_t)n_seq},
                                   .data = (const uint8_t *)planes[i].data};
-    check_ok(dpl_st_write(path, list, DPL_COUNT(planes), 0, NULL, NULL));
+    check_ok(dpl_st_write(path, list, DPL_COUNT(planes), NULL, NULL));
     free(ones);
 }

@@ -195,7 +195,7 @@ dpl_status dpl_model_probe(dpl_ctx *ctx, const char *path, const char *input_pat
     if (status == DPL_OK) status = dpl_api_apply(p.config, o->settings, o->n_settings);
     if (status == DPL_OK) status = dpl_model_open(ctx, path, p.config, &p.model);
     if (status == DPL_OK) status = run_probe(&p, input_path, o);
-    if (status == DPL_OK) status = dpl_st_write(output_path, p.list, p.n, 0, NULL, NULL);
+    if (status == DPL_OK) status = dpl_st_write(output_path, p.list, p.n, NULL, NULL);
     for (size_t i = 0; i < p.n; i++) dpl_free((void *)(uintptr_t)p.list[i].data);
     dpl_free(p.list);
     dpl_optimizer_close(&p.optimizer);

@@ -114,13 +114,15 @@ dpl_status dpl_st_read_i32(const dpl_st_tensor *tensor, int64_t low, int64_t hig
 
 // The bytes of tensor i, as many as its dtype and shape say; they may be gone with the next call.
 typedef const void *(*dpl_data_fn)(void *arg, size_t i_tensor);
-// Writes what dpl_st_open reads: one file or, where `path` is a folder, model.safetensors in it, or
-// shards of at most shard_bytes (0: no limit; a larger tensor has a shard of its own) and an index.
-// Shards that an earlier call left there under other names stay, and nobody reads them. Wider
-// dtypes come first, so that every tensor is aligned in its file, else the order stays. data_of
-// NULL: the tensors' own `data`.
+// Writes what dpl_st_open reads: one file or, in a folder, model.safetensors, or shards of at most
+// shard_bytes (0: no limit; a larger tensor has a shard of its own) and an index. Shards that an
+// earlier call left there under other names stay, and nobody reads them. Wider dtypes come first,
+// so that every tensor is aligned in its file, else the order stays. data_of NULL: the tensors' own
+// `data`.
 dpl_status dpl_st_write(const char *path, const dpl_st_tensor *tensors, size_t n_tensors,
-                        size_t shard_bytes, dpl_data_fn data_of, void *arg);
+                        dpl_data_fn data_of, void *arg);
+dpl_status dpl_st_write_dir(const char *dir, const dpl_st_tensor *tensors, size_t n_tensors,
+                            size_t shard_bytes, dpl_data_fn data_of, void *arg);
 
 /* ---- text and tokens (tokens.c) -------------------------------------------------------------- */
 // Documents of tokens one after the other, each a file: text (UTF-8 bytes as tokens; nothing is

@@ -141,13 +141,25 @@ static dpl_status write_dir(const plan *p, const char *dir) {
     return DPL_OK;
 }
 
+static void close_plan(plan *p) {
+    json_decref(p->index);
+    dpl_free(p->places);
+}
+
 dpl_status dpl_st_write(const char *path, const dpl_st_tensor *tensors, size_t n_tensors,
-                        size_t shard_bytes, dpl_data_fn data_of, void *arg) {
+                        dpl_data_fn data_of, void *arg) {
     plan p = {tensors, n_tensors, data_of, arg, 1, NULL, NULL};
-    dpl_status status = make_plan(&p, path, shard_bytes > 0 ? shard_bytes : UINT64_MAX);
-    if (status == DPL_OK)
-        status = dpl_path_is_dir(path) ? write_dir(&p, path) : write_shard(&p, 0, path);
-    json_decref(p.index);
-    dpl_free(p.places);
+    dpl_status status = make_plan(&p, path, UINT64_MAX);
+    if (status == DPL_OK) status = write_shard(&p, 0, path);
+    close_plan(&p);
+    return status;
+}
+
+dpl_status dpl_st_write_dir(const char *dir, const dpl_st_tensor *tensors, size_t n_tensors,
+                            size_t shard_bytes, dpl_data_fn data_of, void *arg) {
+    plan p = {tensors, n_tensors, data_of, arg, 1, NULL, NULL};
+    dpl_status status = make_plan(&p, dir, shard_bytes > 0 ? shard_bytes : UINT64_MAX);
+    if (status == DPL_OK) status = write_dir(&p, dir);
+    close_plan(&p);
     return status;
 }

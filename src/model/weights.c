@@ -203,7 +203,8 @@ dpl_status dpl_model_save(dpl_model *m, const char *dir, dpl_dtype dtype, size_t
     json_decref(config);
     DPL_TRY(status);
     status = open_slots(m, NULL, &m->params.master, 1, dtype, &s);
-    if (status == DPL_OK) status = dpl_st_write(dir, s.tensors, s.n, shard_bytes, slot_data, &s);
+    if (status == DPL_OK)
+        status = dpl_st_write_dir(dir, s.tensors, s.n, shard_bytes, slot_data, &s);
     close_slots(&s);
     return status;
 }
@@ -212,7 +213,7 @@ dpl_status dpl_model_save_flat(dpl_model *m, const char *path, const char *const
                                float *const *flats, size_t n_flats) {
     slots s;
     dpl_status status = open_slots(m, prefixes, flats, n_flats, DPL_F32, &s);
-    if (status == DPL_OK) status = dpl_st_write(path, s.tensors, s.n, 0, slot_data, &s);
+    if (status == DPL_OK) status = dpl_st_write(path, s.tensors, s.n, slot_data, &s);
     close_slots(&s);
     return status;
 }
