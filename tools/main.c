@@ -75,22 +75,31 @@ static int parse_numbers(cli_args *args) {
     return CLI_OK;
 }
 
+// An argument that is no option, after *n positional ones.
+static int take(cli_args *args, const char *text, size_t *n) {
+    if (is_setting(text)) args->settings[args->n_settings++] = text;
+    else if (*n < args->command->n_positional) args->positional[(*n)++] = text;
+    else return cli_usage(args->command, "unexpected argument '%s', expected key=value", text);
+    return CLI_OK;
+}
+
 static int parse(int argc, char **argv, cli_args *args) {
     const cli_command *c = args->command;
     struct option table[CLI_OPTIONS_MAX + 1] = {{NULL, 0, NULL, 0}};
     size_t n = 0;
-    for (size_t i = 0; c->options[i].name; i++)
-        table[i] = (struct option){c->options[i].name, c->options[i].value != NULL, NULL, 0};
-    for (int i, found; (found = getopt_long(argc, argv, "", table, &i)) != -1;) {
+    int code = CLI_OK;
+    for (int i = 0; c->options[i].name; i++)
+        table[i] = (struct option){c->options[i].name, c->options[i].value != NULL, NULL, 'a' + i};
+    // "-": what is no option comes as 1, where it stands, whatever the environment says.
+    for (int found; (found = getopt_long(argc, argv, "-", table, NULL)) != -1 && code == CLI_OK;) {
         if (found == '?') return usage(c); // It has said what is wrong.
-        if (args->option[i]) return cli_usage(c, "--%s is given twice", table[i].name);
-        args->option[i] = optarg ? optarg : "";
+        if (found == 1) code = take(args, optarg, &n);
+        else if (args->option[found - 'a'])
+            return cli_usage(c, "--%s is given twice", table[found - 'a'].name);
+        else args->option[found - 'a'] = optarg ? optarg : "";
     }
-    for (const char *text; (text = argv[optind]); optind++) {
-        if (is_setting(text)) args->settings[args->n_settings++] = text;
-        else if (n < c->n_positional) args->positional[n++] = text;
-        else return cli_usage(c, "unexpected argument '%s', expected key=value", text);
-    }
+    for (; argv[optind] && code == CLI_OK; optind++) code = take(args, argv[optind], &n);
+    if (code != CLI_OK) return code;
     if (n == c->n_positional) return parse_numbers(args);
     return cli_usage(c, "%zu of %zu arguments are missing", c->n_positional - n, c->n_positional);
 }
@@ -99,8 +108,8 @@ static int parse(int argc, char **argv, cli_args *args) {
 static int run_command(const cli_command *command, int argc, char **argv) {
     for (int i = 1; i < argc && strcmp(argv[i], "--") != 0; i++)
         if (!strcmp(argv[i], "--help") || !strcmp(argv[i], "-h")) return help(command);
-    // The settings gather at the start of argv, where all has been read by then.
-    cli_args args = {.command = command, .settings = (const char **)argv};
+    // The settings gather behind the name in argv, where all has been read by then.
+    cli_args args = {.command = command, .settings = (const char **)argv + 1};
     char name[32];
     snprintf(name, sizeof name, "dropless %s", command->name);
     argv[0] = name; // getopt's messages start with it.
