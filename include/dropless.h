@@ -296,7 +296,7 @@ DPL_API dpl_status dpl_model_get_info(const dpl_model *model, dpl_model_info *in
  * @param ids        Tokens, (B, S), each from 0 to vocab - 1. Positions are 0 .. S-1.
  * @param n_batch, n_seq  B, at least 1; S, from 1 to positions_max.
  * @param logits_out (B, S, vocab) in fp32.
- * @return DPL_ENUMERIC a value that is not finite, with its layer.
+ * @return DPL_ENUMERIC a value that is not finite, with its layer; logits_out may be written.
  * Deterministic: each row of the batch by itself. Cost: one forward pass. */
 DPL_API dpl_status dpl_model_forward(dpl_model *model, const int32_t *ids, size_t n_batch,
                                      size_t n_seq, float *logits_out);

@@ -78,7 +78,7 @@ static json_t *rows_of(const char *path) {
 
 /* ---- resuming ---- */
 
-// 85, 92: 12 steps, and 5 + 7 in a new trainer: the same bits of weights, moments, biases and
+// 12 steps, and 5 + 7 in a new trainer: the same bits of weights, moments, biases and
 // metrics.
 static void resumed_bits(const char *more) {
     dpl_config *straight_config = text_run("straight", more), *config = text_run("resumed", more);
@@ -153,7 +153,8 @@ static void stop_request(void **state) {
     dpl_config_close(&straight_config);
 }
 
-// A run that died after its checkpoint: rows past it, and half a line, are cut away.
+// A run that died after its checkpoint: rows past it, and half a line, are cut away. A line that is
+// damaged costs no other.
 static void metrics_are_cut_back(void **state) {
     (void)state;
     dpl_config *config = text_run("cut", "checkpoint_period=3");
@@ -165,13 +166,16 @@ static void metrics_are_cut_back(void **state) {
     FILE *file = fopen(path, "a");
     fputs("{\"step\": 6, \"los", file);
     fclose(file);
+    file = fopen(path, "r+");
+    fputs("}", file); // of step 0
+    fclose(file);
     run_set(config, "steps=9");
     t = train(config);
     json_t *rows = rows_of(path);
-    assert_int_equal(json_array_size(rows), 9);
-    for (size_t i = 0; i < 9; i++)
+    assert_int_equal(json_array_size(rows), 8);
+    for (size_t i = 0; i < 8; i++)
         assert_int_equal(json_integer_value(json_object_get(json_array_get(rows, i), "step")),
-                         (json_int_t)i);
+                         (json_int_t)i + 1);
     json_decref(rows);
     dpl_trainer_close(&t);
     // A new run under the name of one that left no checkpoint starts with empty files.
@@ -211,6 +215,30 @@ static void mismatches(void **state) {
     dpl_config_close(&config);
 }
 
+// Counts of a checkpoint that nobody can have reached are damage, not numbers to go on from.
+static void counts_out_of_range(void **state) {
+    (void)state;
+    dpl_config *config = text_run("counts", "steps=2");
+    dpl_trainer *t = train(config);
+    static const char *const keys[] = {"step", "n_updates", "data_position"};
+    static const json_int_t values[] = {INT64_MAX, INT64_MIN, -1, (json_int_t)1 << 60};
+    const char *dir = in_run(t, "checkpoints/1"), *path = in_run(t, "checkpoints/1/trainer.json");
+    for (size_t i = 0; i < DPL_COUNT(keys) * DPL_COUNT(values); i++) {
+        json_t *json;
+        check_ok(dpl_json_read(path, &json));
+        const json_int_t before = json_integer_value(json_object_get(json, keys[i % 3]));
+        json_object_set_new(json, keys[i % 3], json_integer(values[i / 3]));
+        check_ok(dpl_json_write(path, json));
+        check_error(dpl_checkpoint_load(t, dir), DPL_EFORMAT, "trainer.json", "out of range");
+        json_object_set_new(json, keys[i % 3], json_integer(before));
+        check_ok(dpl_json_write(path, json));
+        json_decref(json);
+    }
+    check_ok(dpl_checkpoint_load(t, dir));
+    dpl_trainer_close(&t);
+    dpl_config_close(&config);
+}
+
 // load_parameters_path: weights only; load_full_state_path: everything; the run's own checkpoint
 // wins over both (90).
 static void starting_points(void **state) {
@@ -245,7 +273,7 @@ static void starting_points(void **state) {
 
 /* ---- what is on the disk ---- */
 
-// 27, 30: the file holds the live biases, in fp32, under one name.
+// The file holds the live biases, in fp32, under one name.
 static void biases_are_saved(void **state) {
     (void)state;
     dpl_config *config = text_run("bias", "steps=3");
@@ -338,7 +366,7 @@ static void damage_is_found(void **state) {
     dpl_config_close(&config);
 }
 
-// 93, 94: whichever write, sync or rename fails, the checkpoint before is whole and the newest, and
+// Whichever write, sync or rename fails, the checkpoint before is whole and the newest, and
 // nothing of the new one is left; also when it was to replace one of the same step.
 static void any_write_may_fail(void **state) {
     (void)state;
@@ -453,7 +481,7 @@ static void run_directory(void **state) {
     dpl_config_close(&config);
 }
 
-// 52, 145: a loss that is not finite ends the run with an error; metrics.jsonl stays JSON, the
+// A loss that is not finite ends the run with an error; metrics.jsonl stays JSON, the
 // checkpoint stays good.
 static void not_finite_ends_the_run(void **state) {
     (void)state;
@@ -513,6 +541,7 @@ int main(void) {
         TEST(resumed_run_repeats_the_straight_one),
         TEST(stop_request),
         TEST(metrics_are_cut_back),
+        TEST(counts_out_of_range),
         TEST(mismatches),
         TEST(starting_points),
         TEST(biases_are_saved),

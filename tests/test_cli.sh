@@ -122,6 +122,9 @@ run generate x --prompt "" && expect 2 - 'prompt is empty'
 run generate x --prompt-ids 1,,2 && expect 2 - '--prompt-ids is'
 run probe a b && expect 2 - '1 of 3 arguments'
 run probe a b c --steps -3 && expect 2 - '--steps is'
+run generate x --t 0 && expect 2 - "option '--t' is ambiguous"
+run generate x --prompt-id 1,,2 && expect 2 - '--prompt-ids is' # an abbreviation that has one meaning
+run train a=1 --no-such-option && expect 2 - "^dropless train: unrecognized option '--no-such-option'"
 
 # ---- keys
 run train tiny.yml learning_rte=1e-4 && expect 2 - "unknown key 'learning_rte'.*'learning_rate'"
@@ -231,6 +234,7 @@ run eval runs/a --data text.txt no_key=1 && expect 2 - "unknown key 'no_key'"
 run eval runs/a --data text.txt max_target_length=4096 && expect 1 - 'max_position_embeddings'
 : > empty.txt
 run eval runs/a --data empty.txt && expect 1 - 'empty'
+run eval runs/a --data text.txt dataset_type=bin dataset_token_bytes=1 && expect 1 - 'dataset_token_bytes is odd'
 
 # ---- generate
 run generate runs/a --prompt "line 1" --tokens 20 --seed 3 && expect 0 "" -
@@ -266,6 +270,8 @@ run inspect tiny.yml --memory num_experts=16 && expect 0 '^  experts: +16$' -
 match out '^  moments bytes: '
 run inspect runs/a/checkpoints/3/config.json && expect 0 '^kind: +configuration$' -
 run inspect none.yml && expect 1 - 'cannot find none.yml'
+POSIXLY_CORRECT=1 run inspect runs/a --json && expect 0 '"checksums": ?"verified"' -
+cp tiny.yml $'n\377.yml' && run inspect $'n\377.yml' && expect 0 '^kind: +configuration$' -
 run inspect tiny.yml nokey=1 && expect 2 - "unknown key 'nokey'"
 
 # ---- damage: each is found and named, by every command that opens the model
@@ -306,6 +312,9 @@ if [ -d "$fixtures" ]; then
     run probe "$model" "$model/input.safetensors" none/x && expect 1 - 'none'
     run probe "$model" "$model/input.safetensors" x no_key=1 && expect 2 - "unknown key 'no_key'"
     [ ! -e x ] || bad "a failed probe left a file"
+    copy # an output that is a folder, here of a model, is refused and stays as it is
+    run probe "$model" "$model/input.safetensors" hurt && expect 1 - 'hurt'
+    diff -r hurt runs/a/checkpoints/7 > difference || bad "probe changed a folder: $(head -n 3 difference)"
     run generate "$model" --tokens 3 && expect 1 - 'use --prompt-ids'
 else
     echo "test_cli: SKIPPED probe: no $fixtures"

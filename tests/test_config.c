@@ -166,6 +166,10 @@ static void absent_keys_have_the_defaults_of_transformers(void **state) {
     assert_true(c.q_lora == 0 && c.n_shared == 0 && c.n_groups == 1);
     check_ok(read("{'first_k_dense_replace': 7, 'num_nextn_predict_layers': 0}", &c));
     assert_int_equal(c.n_dense, 3); // all layers are dense
+    check_ok(read("{'rope_parameters': {'rope_type': 'default', 'rope_theta': 500},"
+                  " 'max_position_embeddings': 163840}",
+                  &c));
+    assert_true(c.rope.theta == 500 && c.rope.original_positions == 4096); // it means nothing here
 }
 
 /* ---- errors ---- */

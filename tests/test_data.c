@@ -65,7 +65,7 @@ static void shuffle_is_a_permutation(void **state) {
     assert_true(dpl_shuffle(UINT64_C(1) << 50, 1, 2, 3) < UINT64_C(1) << 50);
 }
 
-// 91, 92: 10 samples, batches of 2: each epoch has each sample once, later epochs another order,
+// 10 samples, batches of 2: each epoch has each sample once, later epochs another order,
 // and the position alone says how to go on.
 static void epochs_and_positions(void **state) {
     (void)state;

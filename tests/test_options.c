@@ -31,7 +31,7 @@ static int close_config(void **state) {
     return 0;
 }
 
-// 147: numbers as YAML and people write them.
+// Numbers as YAML and people write them.
 static void numbers(void **state) {
     (void)state;
     static const struct {
@@ -81,7 +81,7 @@ static void ranges_and_choices(void **state) {
     assert_null(dpl_config_get(config, "no_such_key"));
 }
 
-// 148: a key that does not exist is an error with the nearest one that does.
+// A key that does not exist is an error with the nearest one that does.
 static void unknown_keys(void **state) {
     (void)state;
     check_error(dpl_config_set(config, "learning_rte=1e-4"), DPL_EINVAL, "'learning_rte'",
@@ -163,7 +163,7 @@ static void the_table_is_consistent(void **state) {
     dpl_config_close(&back);
 }
 
-// 149: a locale with a decimal comma changes neither reading nor writing.
+// A locale with a decimal comma changes neither reading nor writing.
 static void locale_with_commas(void **state) {
     (void)state;
     static const char *const names[] = {"de_DE.UTF-8", "de_DE.utf8", "fr_FR.UTF-8", "de_DE"};
@@ -207,7 +207,7 @@ static void locale_with_commas(void **state) {
     setlocale(LC_ALL, "C");
 }
 
-// 150: routing that cannot be is found before anything is trained.
+// Routing that cannot be is found before anything is trained.
 static void impossible_models(void **state) {
     (void)state;
     static const char *const bad[][3] = {

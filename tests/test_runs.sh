@@ -167,7 +167,7 @@ fresh files
 truncate -s -7 runs/run/metrics.jsonl # as a power cut leaves it
 printf '{"step": 7, "lo\0garbage\n[1]\n\n{"step": "7"}\n{"step": 9}\n{"st' >> runs/run/metrics.jsonl
 mkdir -p runs/run/checkpoints/.8.tmp/deep && touch runs/run/checkpoints/.8.tmp/deep/file runs/run/checkpoints/.9.tmp
-touch runs/run/.config.yml.tmp runs/run/checkpoints/notes.txt runs/run/checkpoints/7.old
+touch runs/run/.metrics.jsonl.tmp runs/run/.config.yml.tmp runs/run/checkpoints/notes.txt runs/run/checkpoints/7.old
 printf 'completed st' >> runs/run/log.txt
 train && expect 0
 rows runs/run > have && rows "$work/straight/runs/run" | grep -v '"step": 7,' > want

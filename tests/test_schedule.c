@@ -76,7 +76,7 @@ static void follows_the_rules(void **state) {
             }
 }
 
-// 138: with a warm-up step 0 has rate 0, as in MaxText; the last step has the final rate.
+// With a warm-up step 0 has rate 0, as in MaxText; the last step has the final rate.
 static void first_and_last(void **state) {
     (void)state;
     curve s = make("cosine", "linear", 0.2, 0, 10), none = make("cosine", "linear", 0, 0, 10);
@@ -92,7 +92,7 @@ static void first_and_last(void **state) {
     dpl_config_close(&bench.config);
 }
 
-// 139: warm-up and decay of any length in runs of any length: finite, up and then down.
+// Warm-up and decay of any length in runs of any length: finite, up and then down.
 static void no_division_by_zero(void **state) {
     (void)state;
     static const int cases[][3] = {{0, 0, 1}, {0, 10, 10}, {10, 0, 10}, {8, 8, 10},

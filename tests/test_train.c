@@ -171,7 +171,7 @@ static void threads_change_no_bit(void **state) {
     }
 }
 
-// 29, 146: evaluation leaves no trace, and starts afresh each time.
+// Evaluation leaves no trace, and starts afresh each time.
 static void evaluation_changes_nothing(void **state) {
     (void)state;
     char text[4000];
@@ -226,7 +226,7 @@ static dpl_trainer *open_masks(dpl_ctx *ctx, const masks *b, int n_batch, int n_
     return t;
 }
 
-// 125, 126: the sum over tokens that count, divided by their number, wherever they stand.
+// The sum over tokens that count, divided by their number, wherever they stand.
 static void masked_tokens_do_not_count(void **state) {
     (void)state;
     masks b;
@@ -262,7 +262,7 @@ static void masked_tokens_do_not_count(void **state) {
     dpl_ctx_close(&ctx);
 }
 
-// 123, 124, 128: padding is not routed, not counted and does not change the loss or the auxiliary
+// Padding is not routed, not counted and does not change the loss or the auxiliary
 // loss.
 static void padding_is_not_routed(void **state) {
     (void)state;
@@ -346,7 +346,7 @@ static void decay_reaches_all_but_the_mask(void **state) {
 
 /* ---- values that are not finite ---- */
 
-// 52, 127: nothing is applied, and the message says where.
+// Nothing is applied, and the message says where.
 static void not_finite_changes_nothing(void **state) {
     (void)state;
     dpl_ctx *ctx = run_ctx(2);
@@ -382,7 +382,7 @@ static void not_finite_changes_nothing(void **state) {
 
 /* ---- optimizers, clipping, masks ---- */
 
-// 53: 0 switches clipping off, a huge threshold never clips, a small one scales to the threshold.
+// 0 switches clipping off, a huge threshold never clips, a small one scales to the threshold.
 static void clipping(void **state) {
     (void)state;
     static const char *const values[] = {"gradient_clipping_threshold=0",
@@ -464,7 +464,7 @@ static void only_what_is_to_be_trained(void **state) {
     dpl_ctx_close(&ctx);
 }
 
-// 28: steps of 0.001 from 0.75 are not lost.
+// Steps of 0.001 from 0.75 are not lost.
 static void bias_steps_are_kept(void **state) {
     (void)state;
     dpl_ctx *ctx = run_ctx(1);
@@ -481,7 +481,7 @@ static void bias_steps_are_kept(void **state) {
     dpl_ctx_close(&ctx);
 }
 
-// 22: one expert a token with normalized weights learns nothing in the router; the user is told.
+// One expert a token with normalized weights learns nothing in the router; the user is told.
 static void one_expert_normalized_is_told(void **state) {
     (void)state;
     dpl_ctx *ctx = run_ctx(1);

@@ -110,10 +110,10 @@ static dpl_status describe(const char *path, const subject *s, unsigned flags,
     DPL_TRY(dpl_model_config_check(&s->sizes));
     dpl_api_describe(&s->sizes, dtype, &info);
     json_t *object = *object_out = json_pack(
-        "{s:s, s:s, s:s, s:s, s:o, s:o, s:I, s:f}", "kind", s->kind, "path", in_dir ? s->dir : path,
-        "family", info.family, "compute_dtype", info.dtype, "sizes", sizes(&s->sizes), "parameters",
-        parameters(&s->sizes, &info), "sequence", n_seq, "training_flops_per_token",
-        dpl_model_flops(&s->sizes, 1, n_seq) / (double)n_seq);
+        "{s:s, s:o*, s:s, s:s, s:o, s:o, s:I, s:f}", "kind", s->kind, "path",
+        json_string(in_dir ? s->dir : path), "family", info.family, "compute_dtype", info.dtype,
+        "sizes", sizes(&s->sizes), "parameters", parameters(&s->sizes, &info), "sequence", n_seq,
+        "training_flops_per_token", dpl_model_flops(&s->sizes, 1, n_seq) / (double)n_seq);
     if (flags & DPL_INSPECT_MEMORY)
         json_object_set_new(object, "memory", memory(&s->sizes, &info, dtype == DPL_BF16));
     if (!in_dir) return DPL_OK;
@@ -166,8 +166,12 @@ static dpl_status print(json_t *object, unsigned flags, char **text_out) {
     if (out && flags & DPL_INSPECT_JSON)
         json_dumpf(object, out, JSON_COMPACT | JSON_REAL_PRECISION(17));
     else if (out) print_lines(out, object, 0);
-    if (out && fclose(out) == 0) *text_out = text;
-    return out ? DPL_OK : dpl_fail(DPL_ENOMEM, "no memory for the description");
+    if (!out || fclose(out) != 0) {
+        free(text);
+        return dpl_fail(DPL_ENOMEM, "no memory for the description");
+    }
+    *text_out = text;
+    return DPL_OK;
 }
 
 dpl_status dpl_inspect(const char *path, const char *const *settings, size_t n_settings,

@@ -249,8 +249,9 @@ static dpl_status read_rope(const json_t *object, dpl_model_config *c) {
     const char *key = json_object_get(scaling, "rope_type") ? "rope_type" : "type";
     DPL_TRY(expect_text(scaling, key, "default", "yarn"));
     c->rope.yarn = is_text(scaling, key, "yarn");
+    if (!c->rope.yarn) return DPL_OK;
     c->rope.original_positions = (double)c->max_positions;
-    return c->rope.yarn ? read_fields(scaling, YARN, c) : DPL_OK;
+    return read_fields(scaling, YARN, c);
 }
 
 dpl_status dpl_model_config_from_json(const json_t *o, dpl_model_config *config_out) {

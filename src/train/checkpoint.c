@@ -222,8 +222,10 @@ static dpl_status apply_state(dpl_trainer *t, json_t *state, const char *path) {
                        "data_samples", &samples, "global_batch", &n_batch, "max_target_length",
                        &n_seq, "cpu_level", &level) != 0)
         return dpl_fail(DPL_EFORMAT, "%s: %s", path, error.text);
-    DPL_EXPECT(version == 1 && step >= 0 && n_updates >= 0 && position >= 0, DPL_EFORMAT,
-               "%s: another version than 1, or a negative count", path);
+    const uint64_t most = UINT64_C(1) << 60; // of a count, so that what is computed from it fits
+    DPL_EXPECT(version == 1 && (uint64_t)step < most && (uint64_t)n_updates < most &&
+                   (uint64_t)position < most,
+               DPL_EFORMAT, "%s: another version than 1, or a count out of range", path);
     DPL_CHECK(n_batch == (json_int_t)t->batch.n_batch && n_seq == (json_int_t)t->batch.n_seq,
               "%s has %lld sequences of %lld tokens a step, the configuration has %zu of %zu: "
               "per_device_batch_size * gradient_accumulation_steps, max_target_length",

@@ -206,6 +206,7 @@ static dpl_status read_batch(const char *path, size_t n_batch, size_t n_seq, siz
 static dpl_status open_streams(dpl_data *data, size_t vocab) {
     const dpl_options *o = data->o;
     const int width = dpl_is(o->dataset_type, "text") ? 1 : (int)o->dataset_token_bytes;
+    DPL_CHECK(o->dataset_token_bytes % 2 == 0, "dataset_token_bytes is odd, expected 0, 2 or 4");
     DPL_TRY(dpl_source_open(o->dataset_path, width, vocab, &data->source));
     const uint64_t n = data->source->n_tokens;
     uint64_t n_train = n - (uint64_t)((double)n * o->eval_split_fraction);

@@ -6,7 +6,6 @@
 #include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
-#include <unistd.h>
 
 #include "train/train.h"
 
@@ -89,13 +88,19 @@ dpl_status dpl_metrics_cut(const char *path, int64_t step, bool eval) {
     dpl_map map;
     if (!dpl_path_exists(path)) return DPL_OK;
     DPL_TRY(dpl_map_open(path, &map));
-    const char *const text = (const char *)map.data, *line = text, *stop;
-    // Rows stand in the order of steps, and what a killed process left of a line has no end.
-    while ((stop = memchr(line, '\n', map.bytes - (size_t)(line - text))) &&
-           keep_line(line, (size_t)(stop - line), step, eval))
-        line = stop + 1;
-    const off_t kept = line - text;
+    char *kept = dpl_alloc(map.bytes);
+    const char *line = (const char *)map.data, *end = line + map.bytes, *stop;
+    size_t used = 0;
+    // What a killed process left of a line has no end.
+    for (; kept && (stop = memchr(line, '\n', (size_t)(end - line))); line = stop + 1) {
+        const size_t n = (size_t)(stop - line) + 1;
+        if (!keep_line(line, n, step, eval)) continue;
+        memcpy(kept + used, line, n);
+        used += n;
+    }
+    const dpl_status status = kept ? dpl_write_file(path, kept, used)
+                                   : dpl_fail(DPL_ENOMEM, "no memory for a copy of %s", path);
+    dpl_free(kept);
     dpl_map_close(&map);
-    DPL_EXPECT(truncate(path, kept) == 0, DPL_EIO, "%s: cannot be cut: %m", path);
-    return DPL_OK;
+    return status;
 }

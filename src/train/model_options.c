@@ -101,7 +101,6 @@ dpl_status dpl_options_check(const dpl_options *o) {
          "load_parameters_path and load_full_state_path exclude each other"},
         {o->moe_use_megatron_seq_aux_loss && !dpl_is(o->routed_score_func, "sigmoid"),
          "moe_use_megatron_seq_aux_loss needs routed_score_func=sigmoid"},
-        {o->dataset_token_bytes % 2 != 0, "dataset_token_bytes is odd, expected 0, 2 or 4"},
         {!dpl_is(o->dataset_type, "synthetic") && !o->dataset_path[0],
          "dataset_path is empty, expected data of the kind dataset_type"},
     };
