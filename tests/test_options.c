@@ -89,6 +89,11 @@ static void unknown_keys(void **state) {
     check_error(dpl_config_set(config, "num-epochs=3"), DPL_EINVAL, "'num-epochs'", "'num_epoch'");
     check_error(dpl_config_set(config, "ici_fsdp_paralelism=1"), DPL_EINVAL, "",
                 "'ici_fsdp_parallelism'");
+    check_error(dpl_config_set(config, "weight_decay=0"), DPL_EINVAL, "", "'adam_weight_decay'");
+    check_error(dpl_config_set(config, "batch_size=8"), DPL_EINVAL, "", "'per_device_batch_size'");
+    // Keys that have no effect are not what anybody wants.
+    check_error(dpl_config_set(config, "mlpwi_2=1"), DPL_EINVAL, "'mlpwi_2'", "nearest");
+    assert_null(strstr(dpl_error_message(), "'mlpwi_0'"));
     char longer[200];
     memset(longer, 'k', sizeof longer - 3);
     memcpy(longer + sizeof longer - 3, "=1", 3);

@@ -226,6 +226,7 @@ cmp runs/run/checkpoints/23/optimizer.safetensors "$work/straight/runs/run/check
     bad "8 + 16 steps are not 24"
 cp -r runs again && touch -d '1 hour ago' again/run/checkpoints/23
 train base_output_directory=again && expect 0 # it is complete
+grep -q '^nothing to do: the run has its 24 steps' out || bad "a complete run does not say so: $(tail -n 2 out)"
 [ -z "$(find again/run/checkpoints/23 -maxdepth 0 -mmin -30)" ] || bad "a complete run was saved again"
 diff runs/run/metrics.jsonl again/run/metrics.jsonl || bad "a complete run changed metrics.jsonl"
 train base_output_directory=again steps=5 && expect 0

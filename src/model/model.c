@@ -471,11 +471,10 @@ static double pass_bytes(const dpl_model *m, double n_tokens, bool train) {
     return n_tokens * ((train ? all : most) + temporary + ends) + logits;
 }
 
-static dpl_status check_memory(const pass *p) {
-    const double rows = (double)p->batch->n_batch, cols = (double)p->batch->n_seq;
-    const double bytes = pass_bytes(p->m, rows * cols, p->train);
-    const double most = (double)DPL_MIN(p->m->ctx->memory_bytes,
-                                        dpl_arena_free_bytes(p->m->ctx->arena));
+dpl_status dpl_model_check_memory(const dpl_model *m, size_t n_batch, size_t n_seq, bool train) {
+    const double rows = (double)n_batch, cols = (double)n_seq;
+    const double bytes = pass_bytes(m, rows * cols, train);
+    const double most = (double)DPL_MIN(m->ctx->memory_bytes, dpl_arena_free_bytes(m->ctx->arena));
     if (bytes <= most) return DPL_OK;
     return dpl_fail(DPL_ENOMEM,
                     "a pass over %.0f x %.0f tokens needs about %.3g GB, there are %.3g GB: use a "
@@ -487,7 +486,7 @@ static dpl_status run_batch(pass *p, dpl_loss_sums *sums_out) {
     dpl_model *m = p->m;
     size_t n_positions = 0;
     DPL_TRY(check_batch(m, p->batch, &n_positions));
-    DPL_TRY(check_memory(p));
+    DPL_TRY(dpl_model_check_memory(m, p->batch->n_batch, p->batch->n_seq, p->train));
     DPL_TRY(dpl_model_rope_tables(m, n_positions));
     const size_t mark = dpl_ctx_mark(m->ctx);
     p->layers.batch = with_positions(m, *p->batch);

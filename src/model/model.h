@@ -159,6 +159,8 @@ struct dpl_model {
 };
 
 dpl_status dpl_model_rope_tables(dpl_model *model, size_t n); // for positions below n
+// DPL_ENOMEM: a pass over so many tokens, forward and (train) backward, needs more than there is.
+dpl_status dpl_model_check_memory(const dpl_model *model, size_t n_batch, size_t n_seq, bool train);
 // Forward and backward of one micro-batch. Gradients += d(loss)/dW with
 //   loss = xent_scale * (xent + z) + mtp_scale * mtp_xent + aux_scale * (balance + router_z).
 // DPL_ENUMERIC names layer and tensor where the first value that is not finite appears.

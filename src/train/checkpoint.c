@@ -231,7 +231,8 @@ static dpl_status apply_state(dpl_trainer *t, json_t *state, const char *path) {
               "per_device_batch_size * gradient_accumulation_steps, max_target_length",
               path, (long long)n_batch, (long long)n_seq, t->batch.n_batch, t->batch.n_seq);
     if (samples != (json_int_t)dpl_data_samples(&t->data, false))
-        dpl_log("warning: the training data has %llu samples, it had %lld when %s was written",
+        dpl_log("warning: the training data has %llu samples, it had %lld when %s was written: a "
+                "run with other data needs another run_name",
                 (unsigned long long)dpl_data_samples(&t->data, false), (long long)samples, path);
     if (!dpl_is(level, own_level))
         dpl_log("notice: %s was written at CPU level %s, this is %s: results go on within rounding",

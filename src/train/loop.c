@@ -80,7 +80,13 @@ static dpl_status write_head(dpl_trainer *t) {
         (t->model->params.copy ? 6 : 4) * mb, 4 * mb, 8 * mb);
     SAY(t, "machine: %d threads, CPU level %s, peak %.1f GFLOP/s", dpl_ctx_threads(t->ctx),
         dpl_ctx_cpu_level(t->ctx), t->peak_flops * 1e-9);
+    SAY(t, "data: %llu training samples of %zu tokens, %zu a step; %llu for evaluation",
+        (unsigned long long)dpl_data_samples(&t->data, false), t->batch.n_seq, t->batch.n_batch,
+        (unsigned long long)dpl_data_samples(&t->data, true));
     if (t->step > 0) SAY(t, "resuming after step %lld", (long long)t->step - 1);
+    if (t->step >= t->n_steps)
+        SAY(t, "nothing to do: the run has its %lld steps; give more steps, or another run_name",
+            (long long)t->n_steps);
     return DPL_OK;
 }
 

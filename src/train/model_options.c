@@ -38,8 +38,9 @@ dpl_status dpl_config_model(const dpl_config *config, dpl_model_config *model_ou
     const dpl_options *o = &config->o;
     dpl_model_config c;
     DPL_CHECK(dpl_is(o->decoder_block, "deepseek") && dpl_is(o->attention_type, "mla"),
-              "decoder_block=%s and attention_type=%s, expected deepseek and mla", o->decoder_block,
-              o->attention_type);
+              "decoder_block is %s and attention_type is %s: a configuration must set them to "
+              "deepseek and mla",
+              o->decoder_block, o->attention_type);
     fill_model(config, &c);
     DPL_CHECK((c.n_dense >= c.n_layers && c.n_mtp == 0) || o->routed_score_func[0],
               "routed_score_func is empty, expected sigmoid or softmax");
@@ -114,7 +115,4 @@ void dpl_options_warn(const dpl_options *o, const dpl_model_config *c) {
                 "constant: the router learns nothing from the loss");
     if (o->routed_bias_update_rate > 0 && !c->routed_bias)
         dpl_log("warning: routed_bias_update_rate has no effect without routed_bias=true");
-    if ((size_t)o->max_target_length > c->max_positions)
-        dpl_log("warning: max_target_length %lld is longer than max_position_embeddings %zu",
-                (long long)o->max_target_length, c->max_positions);
 }

@@ -132,8 +132,9 @@ void dpl_optimizer_close(dpl_optimizer *opt) {
 static dpl_status name_bad_gradient(const dpl_model *model, const dpl_param *param) {
     const dpl_disk_tensor *t = &model->disk[param->disk];
     while (t->param == param && dpl_disk_is_finite(t, model->params.grad)) t++;
-    return dpl_fail(DPL_ENUMERIC, "layer %d, %s: the gradient is not finite", param->layer,
-                    t->name);
+    char layer[32] = "";
+    if (param->layer >= 0) snprintf(layer, sizeof layer, "layer %d, ", param->layer);
+    return dpl_fail(DPL_ENUMERIC, "%s%s: the gradient is not finite", layer, t->name);
 }
 
 dpl_status dpl_optimizer_norm(dpl_optimizer *opt, double *norm_out) {

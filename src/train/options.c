@@ -132,8 +132,10 @@ static size_t find_option(const char *key) {
     return i;
 }
 
-// Levenshtein distance of the texts before any '=', of 63 characters at most.
-static size_t edit_distance(const char *a, const char *b) {
+// How unlike a key is what somebody wrote: Levenshtein distance of the texts before any '=', of 63
+// characters at most; 1 where the key contains it.
+static size_t unlikeness(const char *a, const char *b) {
+    if (strstr(b, a)) return 1;
     const size_t n = DPL_MIN(strcspn(a, "="), 63u), m = DPL_MIN(strcspn(b, "="), 63u);
     size_t row[64];
     for (size_t j = 0; j <= m; j++) row[j] = j;
@@ -153,7 +155,8 @@ static dpl_status unknown_key(const char *key) {
     const char *best = options[0].key;
     for (size_t i = 1; i < DPL_OPT_N + DPL_COUNT(maxtext_keys); i++) {
         const char *name = i < DPL_OPT_N ? options[i].key : maxtext_keys[i - DPL_OPT_N];
-        if (edit_distance(key, name) < edit_distance(key, best)) best = name;
+        if (i >= DPL_OPT_N && !strchr(name, '=')) break; // those that have no effect come last
+        if (unlikeness(key, name) < unlikeness(key, best)) best = name;
     }
     return dpl_fail(DPL_EINVAL, "unknown key '%s'; the nearest known key is '%.*s'", key,
                     (int)strcspn(best, "="), best);

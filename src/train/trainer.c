@@ -66,6 +66,10 @@ static dpl_status open_batches(dpl_trainer *t) {
     const size_t B = (size_t)t->o->per_device_batch_size, S = (size_t)t->o->max_target_length;
     const size_t n_rows = B * (size_t)t->o->gradient_accumulation_steps;
     const double own = t->o->eval_per_device_batch_size;
+    const size_t longest = t->model->config.max_positions;
+    DPL_CHECK(S <= longest, "max_target_length %zu is longer than max_position_embeddings %zu", S,
+              longest);
+    DPL_TRY(dpl_model_check_memory(t->model, B, S, true));
     DPL_TRY(dpl_tokens_alloc(n_rows, S, &t->batch));
     DPL_TRY(dpl_tokens_alloc(B, S, &t->micro));
     DPL_TRY(dpl_tokens_alloc(own > 0 ? (size_t)own : B, S, &t->eval));
