@@ -25,8 +25,9 @@ deps-test:
 
 train: all
 	build/dropless train $(CONFIG) $(ARGS)
-	@echo "A sample of what it learned:"
+	@printf '\nA sample of what it learned:\n\nROMEO:'
 	@build/dropless generate $(RUN) --prompt "ROMEO:" --tokens 240 --temperature 0.8 --seed 1
+	@echo
 
 test: deps-test
 	cmake --preset release -DDPL_TESTS=ON $(COMPILER)
