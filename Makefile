@@ -45,11 +45,9 @@ fuzz: deps-test
 	cmake --build build/fuzz -j $(JOBS) --target fuzzers
 	scripts/fuzz.sh build/fuzz $(FUZZ_SECONDS)
 
+# Takes a few minutes, and is worth something only while nothing else runs.
 bench: all
-	build/dropless bench machine
-	build/dropless bench gemm
-	build/dropless bench layer
-	build/dropless bench step configs/bench-small.yml
+	build/dropless bench report docs/performance.md
 
 install: all
 	cmake --install build --prefix $(PREFIX)

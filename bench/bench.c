@@ -18,6 +18,7 @@ static const struct {
      dpl_bench_run_layer},
     {"step", "CONFIG runs= warmup= step_profile=true, and all keys of a configuration",
      dpl_bench_run_step},
+    {"report", "FILE.md", dpl_bench_run_report},
 };
 
 const char *dpl_bench_text(dpl_bench_args *args, const char *key, const char *otherwise) {
@@ -106,7 +107,14 @@ void *dpl_bench_numbers(size_t n, dpl_dtype dtype) {
     return p;
 }
 
+static json_t *collected; // rows go here instead, where it is set
+
+void dpl_bench_collect(json_t *rows) {
+    collected = rows;
+}
+
 dpl_status dpl_bench_print(json_t *row, bool json) {
+    if (collected && row && json_array_append_new(collected, row) == 0) return DPL_OK;
     char *text = row ? json_dumps(row, JSON_COMPACT | JSON_REAL_PRECISION(6)) : NULL;
     const bool good = text != NULL;
     const char *key;

@@ -46,11 +46,14 @@ void *dpl_bench_numbers(size_t n, dpl_dtype dtype); // for dpl_free(); NULL with
 
 // One line: the row as JSON, or its values after their names. Takes the row; NULL is no memory.
 dpl_status dpl_bench_print(json_t *row, bool json);
+// From now on rows are appended to this array instead; NULL: printed again.
+void dpl_bench_collect(json_t *rows);
 
 // The kinds: arguments in, exit status out.
 int dpl_bench_run_machine(dpl_bench_args *args);
 int dpl_bench_run_gemm(dpl_bench_args *args);
 int dpl_bench_run_layer(dpl_bench_args *args);
 int dpl_bench_run_step(dpl_bench_args *args);
+int dpl_bench_run_report(dpl_bench_args *args);
 
 #endif

@@ -82,12 +82,11 @@ int dpl_bench_run_machine(dpl_bench_args *args) {
     dpl_bench_limits limits;
     if (dpl_ctx_create(threads, false, 0, &ctx) != DPL_OK) return failed(ctx);
     if (dpl_bench_machine(ctx, test_bytes, &limits) != DPL_OK) return failed(ctx);
-    printf(args->json ? "{\"bench\":\"machine\",\"threads\":%d,\"level\":\"%s\",\"gflops\":%.1f,"
-                        "\"read_gbs\":%.2f,\"read_write_gbs\":%.2f}\n"
-                      : "machine  %d threads, %s: %.1f GFLOPS fp32, read %.2f GB/s, "
-                        "read+write %.2f GB/s\n",
-           dpl_pool_threads(ctx->pool), dpl_cpu_level_name(ctx->level), limits.flops * 1e-9,
-           limits.read_bytes * 1e-9, limits.rw_bytes * 1e-9);
+    json_t *row = json_pack("{ss si ss sf sf sf}", "bench", "machine", "threads",
+                            dpl_ctx_threads(ctx), "level", dpl_ctx_cpu_level(ctx), "gflops",
+                            limits.flops * 1e-9, "read_gbs", limits.read_bytes * 1e-9,
+                            "read_write_gbs", limits.rw_bytes * 1e-9);
+    if (dpl_bench_print(row, args->json) != DPL_OK) return failed(ctx);
     dpl_ctx_close(&ctx);
     return 0;
 }
@@ -115,7 +114,8 @@ static void run_op(void *arg) {
     dpl_ctx_wait(b->ctx);
 }
 
-static void report(const gemm_bench *b, const dpl_bench_limits *limits, double seconds, bool json) {
+static dpl_status report(const gemm_bench *b, const dpl_bench_limits *limits, double seconds,
+                         bool json) {
     const double rows = (double)(b->n_experts * b->rows),
                  weights = (double)(b->n_experts * b->n * b->k);
     const double elem = (double)dpl_dtype_bytes(b->dtype);
@@ -127,18 +127,16 @@ static void report(const gemm_bench *b, const dpl_bench_limits *limits, double s
                                             weights * 8 / limits->rw_bytes
                                       : bytes / limits->read_bytes;
     const double flops_s = flops / limits->flops, limit_s = DPL_MAX(flops_s, bytes_s);
-    printf(
-        json
-            ? "{\"bench\":\"gemm\",\"op\":\"%s\",\"dtype\":\"%s\",\"experts\":%zu,\"rows\":%zu,"
-              "\"k\":%zu,\"n\":%zu,\"threads\":%d,\"kernel\":\"%s\",\"median_us\":%.1f,"
-              "\"gflops\":%.1f,\"gbs\":%.2f,\"limit\":\"%s\",\"limit_us\":%.1f,\"fraction\":%.3f}\n"
-            : "gemm %-8s %-4s experts=%zu rows=%zu k=%zu n=%zu, %d threads, %s: %.1f us, "
-              "%.1f GFLOPS, %.2f GB/s; limit (%s) %.1f us, reached %.3f\n",
-        op_names[b->op], b->dtype == DPL_F32 ? "f32" : "bf16", b->n_experts, b->rows, b->k, b->n,
-        dpl_pool_threads(b->ctx->pool), dpl_ctx_cpu_level(b->ctx), seconds * 1e6,
-        flops / seconds * 1e-9, bytes / seconds * 1e-9, flops_s >= bytes_s ? "flops" : "bytes",
-        limit_s * 1e6, limit_s / seconds);
-    fflush(stdout);
+    return dpl_bench_print(
+        json_pack("{ss ss ss sI sI sI sI si ss sf sf sf ss sf sf}", "bench", "gemm", "op",
+                  op_names[b->op], "dtype", b->dtype == DPL_F32 ? "f32" : "bf16", "experts",
+                  (json_int_t)b->n_experts, "rows", (json_int_t)b->rows, "k", (json_int_t)b->k, "n",
+                  (json_int_t)b->n, "threads", dpl_ctx_threads(b->ctx), "kernel",
+                  dpl_ctx_cpu_level(b->ctx), "median_us", seconds * 1e6, "gflops",
+                  flops / seconds * 1e-9, "gbs", bytes / seconds * 1e-9, "limit",
+                  flops_s >= bytes_s ? "flops" : "bytes", "limit_us", limit_s * 1e6, "fraction",
+                  limit_s / seconds),
+        json);
 }
 
 // Operands for all three operations, sized by the caller's n_experts, rows, n and k.
@@ -185,7 +183,7 @@ int dpl_bench_run_gemm(dpl_bench_args *args) {
     if (status == DPL_OK) status = make_operands(&b, &offsets);
     for (b.op = 0; status == DPL_OK && b.op < (int)DPL_COUNT(op_names); ++b.op) {
         if (strcmp(op, "all") != 0 && strcmp(op, op_names[b.op]) != 0) continue;
-        report(&b, &limits, dpl_bench_median(runs, run_op, &b), args->json);
+        status = report(&b, &limits, dpl_bench_median(runs, run_op, &b), args->json);
     }
     dpl_free(b.x.p), dpl_free(b.y.p), dpl_free((void *)(uintptr_t)b.w.p);
     dpl_free(b.dw), dpl_free(offsets);

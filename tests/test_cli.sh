@@ -92,6 +92,8 @@ run bench no_such_kind && expect 2 - 'gemm'
 run bench gemm experts=2 rows=3 k=64 n=32 runs=1 mbytes=1 && expect 2 - 'mbytes'
 run bench layer skew=flat && expect 2 - 'skew=flat: expected balanced|zipf|hot'
 run bench layer experts=8 top_k=9 && expect 2 - 'top_k=9'
+run bench report && expect 2 - 'ends in .md'
+run bench report none/x.md && expect 1 - 'none/x.md'
 run bench step && expect 2 - 'CONFIG is missing'
 run bench step none.yml && expect 1 - 'none.yml: No such file'
 run bench step tiny.yml learning_rte=1 && expect 2 - "'learning_rate'"
