@@ -2,6 +2,7 @@
 #include "scratch.h"
 
 #include <dirent.h>
+#include <malloc.h>
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stdint.h>
@@ -99,4 +100,30 @@ void scratch_log_start(void) {
 const char *scratch_log_stop(void) {
     dpl_log_sink(NULL, NULL);
     return log_text;
+}
+
+// A field of /proc/self/status, which Linux gives in kB.
+static size_t status_bytes(const char *field) {
+    char line[256];
+    size_t kb = 0, n = strlen(field);
+    FILE *file = fopen("/proc/self/status", "r");
+    if (!file) fail_msg("no /proc/self/status");
+    while (fgets(line, sizeof line, file))
+        if (!strncmp(line, field, n) && sscanf(line + n, ": %zu", &kb) == 1) break;
+    fclose(file);
+    if (kb == 0) fail_msg("no %s in /proc/self/status", field);
+    return kb << 10;
+}
+
+size_t scratch_resident_bytes(void) {
+    return status_bytes("VmRSS");
+}
+
+size_t scratch_peak_bytes(void) {
+    return status_bytes("VmHWM");
+}
+
+size_t scratch_used_bytes(void) {
+    const struct mallinfo2 m = mallinfo2();
+    return m.uordblks + m.hblkhd;
 }

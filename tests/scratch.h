@@ -30,6 +30,22 @@ void scratch_check_error(dpl_status got, dpl_status want, const char *part, cons
     scratch_check_error(got, want, part, part2, __FILE__, __LINE__)
 #define check_ok(call) scratch_check_error(call, DPL_OK, "", "", __FILE__, __LINE__)
 
+// Memory of this process: resident now and at most so far; of the heap what is in use, which is
+// exact, where the other two may hide behind what was freed. Sanitizers keep what was freed.
+size_t scratch_resident_bytes(void);
+size_t scratch_peak_bytes(void);
+size_t scratch_used_bytes(void);
+#if defined(__has_feature)
+#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
+#define HAS_SANITIZER 1
+#endif
+#elif defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define HAS_SANITIZER 1
+#endif
+#ifndef HAS_SANITIZER
+#define HAS_SANITIZER 0
+#endif
+
 // Collects log lines between start and stop; stop gives the text.
 void scratch_log_start(void);
 const char *scratch_log_stop(void);

@@ -7,23 +7,12 @@
 #include <stddef.h>
 #include <cmocka.h>
 
-#include <malloc.h>
 #include <math.h>
 #include <stdio.h>
 #include <sys/mman.h>
 
 #include "lab.h"
-
-#if defined(__has_feature)
-#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
-#define HAS_SANITIZER 1
-#endif
-#elif defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-#define HAS_SANITIZER 1
-#endif
-#ifndef HAS_SANITIZER
-#define HAS_SANITIZER 0
-#endif
+#include "scratch.h"
 
 static dpl_ctx *ctx;
 
@@ -1160,20 +1149,6 @@ static void exchanges_do_not_depend_on_the_tokens(void **state) {
     }
 }
 
-static size_t resident_bytes(void) {
-    unsigned long size = 0, resident = 0;
-    FILE *file = fopen("/proc/self/statm", "r");
-    if (!file || fscanf(file, "%lu %lu", &size, &resident) != 2) fail_msg("no /proc/self/statm");
-    fclose(file);
-    return resident * 4096;
-}
-
-// Of the heap that are in use: exact, where what a process has may hide behind what was freed.
-static size_t used_bytes(void) {
-    const struct mallinfo2 m = mallinfo2();
-    return m.uordblks + m.hblkhd;
-}
-
 // A thousand calls, each with another number of tokens and another few experts that get them all:
 // memory does not grow. Sanitizers keep what was freed.
 static void uneven_loads_take_no_more_and_more_memory(void **state) {
@@ -1193,12 +1168,12 @@ static void uneven_loads_take_no_more_and_more_memory(void **state) {
         dpl_ctx_release(own, 0);
         if (step != WARM) continue;
         peak = dpl_arena_peak_bytes(own->arena);
-        resident = resident_bytes();
-        used = used_bytes();
+        resident = scratch_resident_bytes();
+        used = scratch_used_bytes();
     }
     assert_int_equal(dpl_arena_peak_bytes(own->arena), peak);
-    assert_true(used_bytes() <= used + 4096);
-    if (!HAS_SANITIZER) assert_true(resident_bytes() <= resident + resident / 100);
+    assert_true(scratch_used_bytes() <= used + 4096);
+    if (!HAS_SANITIZER) assert_true(scratch_resident_bytes() <= resident + resident / 100);
     lab_close(&l);
     dpl_ctx_close(&own);
 }

@@ -20,17 +20,6 @@
 #include "scratch.h"
 #include "trainkit.h"
 
-#if defined(__has_feature)
-#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
-#define HAS_SANITIZER 1
-#endif
-#elif defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-#define HAS_SANITIZER 1
-#endif
-#ifndef HAS_SANITIZER
-#define HAS_SANITIZER 0
-#endif
-
 static dpl_ctx *ctx;
 
 static int open_all(void **state) {
@@ -520,20 +509,6 @@ static void a_model_directory_is_no_full_state(void **state) {
 /* ---- memory -------------------------------------------------------------------------------------
  */
 
-static size_t resident_bytes(void) {
-    unsigned long size = 0, resident = 0;
-    FILE *file = fopen("/proc/self/statm", "r");
-    if (!file || fscanf(file, "%lu %lu", &size, &resident) != 2) fail_msg("no /proc/self/statm");
-    fclose(file);
-    return resident * (size_t)sysconf(_SC_PAGESIZE);
-}
-
-// Of the heap that are in use: exact, where what a process has may hide behind what was freed.
-static size_t used_bytes(void) {
-    const struct mallinfo2 m = mallinfo2();
-    return m.uordblks + m.hblkhd;
-}
-
 typedef struct watch {
     dpl_trainer *t;
     size_t resident, used, peak;
@@ -546,8 +521,8 @@ static void push_tokens_about(void *arg, const dpl_step_metrics *m, int64_t n_st
         w->t->model->router_bias[e] = (float)(3 * dpl_rng_normal(38, (uint64_t)m->step / 8, e));
     if (m->step != 100) return;
     w->peak = dpl_arena_peak_bytes(w->t->ctx->arena);
-    w->resident = resident_bytes();
-    w->used = used_bytes();
+    w->resident = scratch_resident_bytes();
+    w->used = scratch_used_bytes();
 }
 
 // A thousand steps whose tokens crowd on ever other experts: the run does not grow.
@@ -561,21 +536,10 @@ static void a_long_uneven_run_does_not_grow(void **state) {
     const dpl_trainer_events events = {.arg = &w, .step = push_tokens_about};
     check_ok(dpl_trainer_run(t, &events));
     assert_int_equal(dpl_arena_peak_bytes(ctx->arena), w.peak);
-    assert_true(used_bytes() <= w.used + 4096);
+    assert_true(scratch_used_bytes() <= w.used + 4096);
     // Sanitizers keep what was freed.
-    if (!HAS_SANITIZER) assert_true(resident_bytes() <= w.resident + w.resident / 100);
+    if (!HAS_SANITIZER) assert_true(scratch_resident_bytes() <= w.resident + w.resident / 100);
     close_run(&t, &config);
-}
-
-static size_t peak_bytes(void) {
-    char line[256];
-    size_t kb = 0;
-    FILE *file = fopen("/proc/self/status", "r");
-    if (!file) fail_msg("no /proc/self/status");
-    while (fgets(line, sizeof line, file))
-        if (sscanf(line, "VmHWM: %zu", &kb) == 1) break;
-    fclose(file);
-    return kb << 10;
 }
 
 // Tens of thousands of documents of a few bytes each: a run over them costs a few words a document,
@@ -602,9 +566,9 @@ static void runs_over_tiny_documents_are_cheap(void **state) {
         malloc_trim(0);
         FILE *file = fopen("/proc/self/clear_refs", "w"); // the peak starts anew
         if (file) fputs("5", file), fclose(file);
-        const size_t before = peak_bytes();
+        const size_t before = scratch_peak_bytes();
         dpl_trainer *t = run_open(ctx, config);
-        const size_t bytes = peak_bytes() - before;
+        const size_t bytes = scratch_peak_bytes() - before;
         print_message("%d documents, packing %d: %zu bytes at most\n", N, packing, bytes);
         if (!HAS_SANITIZER) assert_true(bytes < 100 * N + ((size_t)4 << 20));
         run_steps(t, 1);

@@ -184,39 +184,16 @@ static void random_models_equal_the_oracle(void **state) {
 
 // The model that exercises most: packed documents, every auxiliary loss, two MTP depths.
 static oracle_config rich_config(void) {
-    return (oracle_config){
-        .V = 70,
-        .D = 24,
-        .L = 2,
-        .H = 2,
-        .n_dense = 1,
-        .F_dense = 19,
-        .F_moe = 18,
-        .n_shared = 2,
-        .router = {.E = 8,
-                   .K = 3,
-                   .n_group = 4,
-                   .topk_group = 2,
-                   .group_best = 2,
-                   .norm_topk = true,
-                   .scale = 2.5},
-        .q_lora = 10,
-        .kv_lora = 16,
-        .nope = 8,
-        .rope = 4,
-        .v_dim = 6,
-        .eps = 1e-6,
-        .latent_eps = 1e-6,
-        .attention_bias = true,
-        .rope_interleave = true,
-        .rope_theta = 10000,
-        .mtp_layers = 2,
-        .mtp_weight = 0.3,
-        .balance_weight = 0.7,
-        .router_z_weight = 0.3,
-        .z_multiplier = 0.2,
-        .bias_rate = 0.001,
-    };
+    oracle_config c = scene_small_config();
+    c.router.group_best = 2;
+    c.latent_eps = 1e-6;
+    c.mtp_layers = 2;
+    c.mtp_weight = 0.3;
+    c.balance_weight = 0.7;
+    c.router_z_weight = 0.3;
+    c.z_multiplier = 0.2;
+    c.bias_rate = 0.001;
+    return c;
 }
 
 // Named cases of which each has been wrong in some other program.

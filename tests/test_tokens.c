@@ -20,17 +20,6 @@
 #include "io/io.h"
 #include "scratch.h"
 
-#if defined(__has_feature)
-#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
-#define HAS_SANITIZER 1
-#endif
-#elif defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-#define HAS_SANITIZER 1
-#endif
-#ifndef HAS_SANITIZER
-#define HAS_SANITIZER 0
-#endif
-
 static dpl_source *open_text(const char *path) {
     dpl_source *source = NULL;
     check_ok(dpl_source_open(path, 1, 256, &source));
@@ -194,17 +183,6 @@ static void many_sizes(void **state) {
     free(all);
 }
 
-static size_t peak_bytes(void) {
-    char line[256];
-    size_t kb = 0;
-    FILE *file = fopen("/proc/self/status", "r");
-    if (!file) fail_msg("no /proc/self/status");
-    while (fgets(line, sizeof line, file))
-        if (sscanf(line, "VmHWM: %zu", &kb) == 1) break;
-    fclose(file);
-    return kb << 10;
-}
-
 // A document costs 8 bytes, and while a folder is listed its names. DPL_TEST_FULL=1: a million.
 static void many_documents(void **state) {
     (void)state;
@@ -227,9 +205,9 @@ static void many_documents(void **state) {
     close(fd);
     FILE *file = fopen("/proc/self/clear_refs", "w"); // The peak starts anew.
     if (file) fputs("5", file), fclose(file);
-    const size_t before = peak_bytes();
+    const size_t before = scratch_peak_bytes();
     dpl_source *source = open_text(dir);
-    const size_t bytes = peak_bytes() - before;
+    const size_t bytes = scratch_peak_bytes() - before;
     assert_int_equal(source->n_documents, n);
     assert_int_equal(source->n_tokens, n);
     dpl_source_close(&source);
