@@ -56,12 +56,18 @@ static const section sections[] = {
       "configs/bench-medium.yml dtype=bfloat16 runs=2 warmup=1"}},
 };
 
-// One line of arguments, separated by blanks.
+// The words of a text, at most 16, separated by blanks; how many there are.
+static int split(char *text, char *words[16]) {
+    int n = 0;
+    for (char *at = text; n < 16 && (at = strtok(n ? NULL : at, " "));) words[n++] = at;
+    return n;
+}
+
 static int run_line(const section *s, const char *line) {
     char text[256], *words[16];
     dpl_bench_args args = {.argv = words};
     snprintf(text, sizeof text, "%s", line);
-    for (char *at = text; (at = strtok(args.argc ? NULL : at, " "));) words[args.argc++] = at;
+    args.argc = split(text, words);
     fprintf(stderr, "%s: %s\n", s->title, line);
     return s->run(&args);
 }
@@ -83,16 +89,15 @@ static void print_cell(FILE *out, const json_t *value) {
 
 static void print_table(FILE *out, const section *s, const json_t *rows) {
     char text[256], *columns[16];
-    size_t n = 0;
     snprintf(text, sizeof text, "%s", s->columns);
-    for (char *at = text; (at = strtok(n ? NULL : at, " "));) columns[n++] = at;
+    const int n = split(text, columns);
     fprintf(out, "\n## %s\n\n%s\n\n|", s->title, s->about);
-    for (size_t i = 0; i < n; i++) fprintf(out, " %s |", columns[i]);
+    for (int i = 0; i < n; i++) fprintf(out, " %s |", columns[i]);
     fputs("\n|", out);
-    for (size_t i = 0; i < n; i++) fputs("---|", out);
+    for (int i = 0; i < n; i++) fputs("---|", out);
     for (size_t row = 0; row < json_array_size(rows); row++) {
         fputs("\n|", out);
-        for (size_t i = 0; i < n; i++)
+        for (int i = 0; i < n; i++)
             print_cell(out, json_object_get(json_array_get(rows, row), columns[i]));
     }
     fputc('\n', out);
