@@ -165,6 +165,25 @@ static void check_to_bf16(kernel_test *t) {
     KERNEL_BENCH(t, N_BENCH, "elem", t->k->rows.to_bf16(x, y, N_BENCH));
 }
 
+static void check_to_bf16_pairs(kernel_test *t) {
+    EACH_SIZE(t, n64) {
+        const size_t n = 64 * (n64 % 20);
+        float *x = kernel_random(t, n);
+        uint16_t *y = kernel_buffer(t, n * sizeof *y), *want = kernel_buffer(t, n * sizeof *want);
+        for (size_t i = 0; i < n; ++i) {
+            const uint32_t any = (uint32_t)dpl_rng_u64(t->seed, 2, t->n_drawn++);
+            if (i % 3) memcpy(x + i, &any, sizeof any);
+            want[i / 64 * 64 + i % 32 * 2 + i / 32 % 2] = dpl_f32_to_bf16(x[i]);
+        }
+        t->k->rows.to_bf16_pairs(x, y, n);
+        kernel_same(t, "pairs", y, want, n * sizeof *y);
+    }
+    t->aligned = true;
+    const float *x = kernel_random(t, N_BENCH);
+    uint16_t *y = kernel_buffer(t, N_BENCH * sizeof *y);
+    KERNEL_BENCH(t, N_BENCH, "elem", t->k->rows.to_bf16_pairs(x, y, N_BENCH));
+}
+
 static void check_from_bf16(kernel_test *t) {
     EACH_SIZE(t, n) {
         const uint16_t *x = kernel_random_bf16(t, n);
@@ -314,6 +333,7 @@ const kernel_entry kernel_row_entries[] = {
     {"row_exp_sub_sum", check_exp},
     {"row_sigmoid", check_sigmoid},
     {"row_to_bf16", check_to_bf16},
+    {"row_to_bf16_pairs", check_to_bf16_pairs},
     {"row_from_bf16", check_from_bf16},
     {"row_norm_forward", check_norm_forward},
     {"row_norm_dot", check_norm_dot},

@@ -62,6 +62,8 @@ typedef struct dpl_row_kernels {
     void (*sigmoid)(const float *x, float *y, size_t n);
 
     void (*to_bf16)(const float *x, uint16_t *y, size_t n); // to nearest even, NaN stays NaN
+    // The same with elements 32 apart as pairs: y[2j + h] of each 64 is x[32h + j]. n: whole 64s.
+    void (*to_bf16_pairs)(const float *x, uint16_t *y, size_t n);
     void (*from_bf16)(const uint16_t *x, float *y, size_t n);
 
     // RMSNorm. y = x * rstd * gain

@@ -143,6 +143,22 @@ static inline uint16_t bf16_of(uint32_t u) {
     return (uint16_t)((u & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
 }
 
+static inline reg_u32 bf16_above(reg_u32 u) { // as bf16_of, in the upper half; below it anything
+    const reg_u32 rounded = u + 0x7fffu + ((u >> 16) & 1u);
+    const reg_u32 nan = (reg_u32)((reg)u != (reg)u);
+    return (nan & (u | 0x400000u)) | (~nan & rounded);
+}
+
+static void row_to_bf16_pairs(const float *x, uint16_t *y, size_t n) {
+    for (size_t i = 0; i < n; i += 64)
+        for (size_t j = 0; j < 32; j += REG) {
+            const reg_u32 low = bf16_above((reg_u32)load(x + i + j));
+            const reg_u32 high = bf16_above((reg_u32)load(x + i + 32 + j));
+            const reg_u32 pairs = (low >> 16) | (high & 0xffff0000u);
+            memcpy(y + i + 2 * j, &pairs, sizeof pairs);
+        }
+}
+
 ELEMENTWISE(axpy, y[i] += a * x[i], float a, const float *x, float *y)
 ELEMENTWISE(add, y[i] = a[i] + b[i], const float *a, const float *b, float *y)
 ELEMENTWISE(scale, x[i] *= a, float a, float *x)
@@ -309,7 +325,7 @@ static void row_adamw(const dpl_adamw *rule, const float *grad, float *param, fl
     }
 }
 
-#define ROW_KERNELS                                                                              \
-    row_max, row_dot, row_sum_f64, row_axpy, row_add, row_scale, row_exp_sub_sum, row_sigmoid,   \
-        row_to_bf16, row_from_bf16, row_norm_forward, row_norm_dot, row_norm_backward, row_rope, \
-        row_swiglu_forward, row_swiglu_backward, row_adamw
+#define ROW_KERNELS                                                                            \
+    row_max, row_dot, row_sum_f64, row_axpy, row_add, row_scale, row_exp_sub_sum, row_sigmoid, \
+        row_to_bf16, row_to_bf16_pairs, row_from_bf16, row_norm_forward, row_norm_dot,         \
+        row_norm_backward, row_rope, row_swiglu_forward, row_swiglu_backward, row_adamw
