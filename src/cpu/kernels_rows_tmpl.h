@@ -8,6 +8,9 @@
 #include "cpu/ops.h"
 
 #include <math.h>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
 
 // Iterations of these loops are independent even where input and output are the same array. What
 // clang does not vectorize (without optimization, with sanitizers) is right all the same.
@@ -31,6 +34,7 @@
 #define N_REGS (LANES / REG)
 typedef float reg __attribute__((vector_size(REG_BYTES)));
 typedef uint32_t reg_u32 __attribute__((vector_size(REG_BYTES)));
+typedef uint16_t reg_u16 __attribute__((vector_size(REG_BYTES / 2)));
 
 static inline reg load(const float *x) {
     reg v;
@@ -40,6 +44,23 @@ static inline reg load(const float *x) {
 
 static inline void store(float *x, reg v) {
     memcpy(x, &v, sizeof v);
+}
+
+// Where a is chosen unless b is better; so a NaN in a stays, and one in b is passed over.
+#if defined(__AVX512F__)
+#define PICK(op, better, a, b) ((reg)_mm512_##op##_ps((__m512)(b), (__m512)(a)))
+#elif defined(__AVX2__)
+#define PICK(op, better, a, b) ((reg)_mm256_##op##_ps((__m256)(b), (__m256)(a)))
+#else
+#define PICK(op, better, a, b) \
+    ((reg)(((reg_u32)(better) & (reg_u32)(b)) | (~(reg_u32)(better) & (reg_u32)(a))))
+#endif
+static inline reg max_reg(reg a, reg b) {
+    return PICK(max, b > a, a, b);
+}
+
+static inline reg min_reg(reg a, reg b) {
+    return PICK(min, b < a, a, b);
 }
 
 typedef union word {
@@ -99,12 +120,6 @@ static float row_norm_dot(const float *dy, const float *gain, const float *x, si
     return sum_products(dy, gain, x, n);
 }
 
-// The larger; a NaN in b is passed over.
-static inline reg max_reg(reg a, reg b) {
-    const reg_u32 more = (reg_u32)(b > a);
-    return (reg)((more & (reg_u32)b) | (~more & (reg_u32)a));
-}
-
 static float row_max(const float *x, size_t n) {
     reg best[4];
     for (int r = 0; r < 4; r++) best[r] = (reg){0} - INFINITY;
@@ -138,22 +153,35 @@ static double row_sum_f64(const float *x, bool squares, size_t n) {
 }
 
 /* ---- elementwise ----------------------------------------------------------------------------- */
-static inline uint16_t bf16_of(uint32_t u) {
-    const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16, nan = (u >> 16) | 0x40u;
-    return (uint16_t)((u & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
+// To nearest even; the result is in the upper half, below it anything.
+static inline reg_u32 bf16_above(reg x) {
+    const reg_u32 u = (reg_u32)x, nan = (reg_u32)(x != x);
+    return (nan & (u | 0x400000u)) | (~nan & (u + 0x7fffu + ((u >> 16) & 1u)));
 }
 
-static inline reg_u32 bf16_above(reg_u32 u) { // as bf16_of, in the upper half; below it anything
-    const reg_u32 rounded = u + 0x7fffu + ((u >> 16) & 1u);
-    const reg_u32 nan = (reg_u32)((reg)u != (reg)u);
-    return (nan & (u | 0x400000u)) | (~nan & rounded);
+static inline reg_u16 bf16_reg(reg x) {
+#if defined(__AVX512BF16__)
+    // The instruction takes subnormals as zero.
+    if (__builtin_expect(_mm512_fpclass_ps_mask((__m512)x, 0x20) == 0, 1))
+        return (reg_u16)_mm512_cvtneps_pbh((__m512)x);
+#endif
+    return __builtin_convertvector(bf16_above(x) >> 16, reg_u16);
+}
+
+static void row_to_bf16(const float *x, uint16_t *y, size_t n) {
+    size_t i = 0;
+    for (; i + REG <= n; i += REG) {
+        const reg_u16 h = bf16_reg(load(x + i));
+        memcpy(y + i, &h, sizeof h);
+    }
+    for (; i < n; i++) y[i] = dpl_f32_to_bf16(x[i]);
 }
 
 static void row_to_bf16_pairs(const float *x, uint16_t *y, size_t n) {
     for (size_t i = 0; i < n; i += 64)
         for (size_t j = 0; j < 32; j += REG) {
-            const reg_u32 low = bf16_above((reg_u32)load(x + i + j));
-            const reg_u32 high = bf16_above((reg_u32)load(x + i + 32 + j));
+            const reg_u32 low = bf16_above(load(x + i + j));
+            const reg_u32 high = bf16_above(load(x + i + 32 + j));
             const reg_u32 pairs = (low >> 16) | (high & 0xffff0000u);
             memcpy(y + i + 2 * j, &pairs, sizeof pairs);
         }
@@ -162,34 +190,36 @@ static void row_to_bf16_pairs(const float *x, uint16_t *y, size_t n) {
 ELEMENTWISE(axpy, y[i] += a * x[i], float a, const float *x, float *y)
 ELEMENTWISE(add, y[i] = a[i] + b[i], const float *a, const float *b, float *y)
 ELEMENTWISE(scale, x[i] *= a, float a, float *x)
-ELEMENTWISE(to_bf16, y[i] = bf16_of(bits_of(x[i])), const float *x, uint16_t *y)
 ELEMENTWISE(from_bf16, y[i] = float_of((uint32_t)x[i] << 16), const uint16_t *x, float *y)
 ELEMENTWISE(norm_forward, y[i] = x[i] * rstd * gain[i], const float *x, const float *gain,
             float rstd, float *y)
 
-// exp without branches: x = n ln 2 + r, |r| <= ln 2 / 2, a polynomial for e^r, and 2^n in two
-// factors, so that results down to the smallest subnormal and up to infinity come out right.
-// This and what stands on it use the vector type: compilers turn such selects into branches.
+// p * 2^n for whole numbers n from -151 to 129, in two factors or by an instruction that does so:
+// results down to the smallest subnormal and up to infinity come out right.
+static inline reg times_power(reg p, reg n) {
+#if defined(__AVX512F__)
+    return (reg)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+    // Adding this leaves n + 512 in the low bits; NaN: any bits will do.
+    const reg_u32 k = (reg_u32)(n + 12583424.0f) & 0x3ff, half = k >> 1;
+    return p * (reg)((half - 256 + 127) << 23) * (reg)((k - half - 256 + 127) << 23);
+#endif
+}
+
+// exp without branches: x = n ln 2 + r, |r| <= ln 2 / 2, and a polynomial for e^r whose relative
+// error is at most 3.1e-9 (by Remez' exchange with the first two coefficients held at 1).
 static inline reg exp_reg(reg x) {
-    const float magic = 12582912.0f; // 1.5 * 2^23: adding it rounds to an integer in the low bits
-    // The comparisons are false for NaN, which goes through.
-    const reg_u32 low = (reg_u32)(x < -104.0f), high = (reg_u32)(x > 89.0f);
-    const reg_u32 limit = (low & bits_of(-104.0f)) | (high & bits_of(89.0f));
-    x = (reg)(limit | ((reg_u32)x & ~(low | high)));
-    const reg t = x * 1.44269504088896341f + magic;
-    const reg n = t - magic;
+    const float magic = 12582912.0f; // 1.5 * 2^23: adding it rounds to an integer
+    x = min_reg(max_reg(x, (reg){0} - 104.0f), (reg){0} + 89.0f);
+    const reg n = x * 1.44269504088896341f + magic - magic;
     reg r = x - n * 0.693145751953125f; // ln 2 in two parts, the first times n is exact
     r = r - n * 1.42860682030941723e-6f;
-    reg p = r * (1.0f / 5040) + 1.0f / 720;
-    p = p * r + 1.0f / 120;
-    p = p * r + 1.0f / 24;
-    p = p * r + 1.0f / 6;
-    p = p * r + 0.5f;
+    reg p = r * 0.001381454011592057f + 0.00836874514940075f;
+    p = p * r + 0.04166839078794084f;
+    p = p * r + 0.16666520398710893f;
+    p = p * r + 0.4999999343210075f;
     p = p * (r * r) + r;
-    p = p + 1.0f;
-    const reg_u32 k = (reg_u32)t - bits_of(magic) + 512; // n + 512 > 0; NaN: any bits will do
-    const reg_u32 half = k >> 1;
-    return p * (reg)((half - 256 + 127) << 23) * (reg)((k - half - 256 + 127) << 23);
+    return times_power(p + 1.0f, n);
 }
 
 static inline reg sigmoid_reg(reg x) {
