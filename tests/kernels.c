@@ -119,7 +119,7 @@ void kernel_bench_end(kernel_test *t, double amount, const char *unit) {
     if (t->n_times < DPL_COUNT(t->times)) return;
     qsort(t->times, t->n_times, sizeof *t->times, by_value);
     const double median = t->times[t->n_times / 2];
-    printf("%-24s %-8s %10.1f ns %10.2f G%s/s\n", t->function, t->level, median * 1e9,
+    printf("%-24s %-11s %10.1f ns %10.2f G%s/s\n", t->function, t->level, median * 1e9,
            amount / median * 1e-9, unit);
 }
 
@@ -145,8 +145,11 @@ static void run_entries(const kernel_entry *entry, dpl_cpu_level level, const op
                         size_t *n_run, size_t *n_failed) {
     for (; entry && entry->function; ++entry) {
         if (o->function && strcmp(o->function, entry->function) != 0) continue;
-        kernel_test t = {.ref = dpl_cpu_kernels(DPL_CPU_REF),
-                         .k = dpl_cpu_kernels(level),
+        dpl_kernels ref, k;
+        dpl_cpu_kernels(DPL_CPU_REF, &ref);
+        dpl_cpu_kernels(level, &k);
+        kernel_test t = {.ref = &ref,
+                         .k = &k,
                          .seed = o->seed,
                          .ok = true,
                          .bench = o->bench,
@@ -173,7 +176,9 @@ int main(int argc, char **argv) {
     }
     printf("seed %llu\n", (unsigned long long)o.seed);
     size_t n_run = 0, n_failed = 0;
-    for (int level = 0; level <= (int)best; ++level) {
+    for (int level = 0; level < DPL_CPU_N; ++level) {
+        const bool soft = level == DPL_CPU_TILES && best >= DPL_CPU_AVX2;
+        if (level > (int)best && !soft) continue;
         if (o.level && strcmp(o.level, dpl_cpu_level_name((dpl_cpu_level)level)) != 0) continue;
         run_entries(kernel_gemm_entries, (dpl_cpu_level)level, &o, &n_run, &n_failed);
         run_entries(kernel_row_entries, (dpl_cpu_level)level, &o, &n_run, &n_failed);

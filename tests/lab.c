@@ -59,7 +59,9 @@ void lab_pack(lab *l) {
             const dpl_weight *w;
             const size_t at = locate(l, (lab_id)id, i, &w);
             if (w->dtype == DPL_F32) ((float *)(uintptr_t)w->p)[at] = l->value[id][i];
-            else ((uint16_t *)(uintptr_t)w->p)[at] = dpl_f32_to_bf16(l->value[id][i]);
+            else
+                ((uint16_t *)(uintptr_t)w->p)[dpl_pair_index(at)] = dpl_f32_to_bf16(
+                    l->value[id][i]);
         }
 }
 

@@ -2,8 +2,12 @@
 #include "modelkit.h"
 
 #include <math.h>
+#include <setjmp.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
+
+#include <cmocka.h>
 
 #include "lab.h"
 
@@ -337,4 +341,14 @@ dpl_status kit_train(kit *k, const scene *s, kit_result *result_out) {
 
 void kit_result_close(kit_result *r) {
     oracle_set_close(&r->out);
+}
+
+void kit_check_copy(const dpl_model *model) {
+    const dpl_params *p = &model->params;
+    for (size_t i = 0; i < p->n; i++) {
+        const dpl_param *one = &p->list[i];
+        for (size_t j = 0; one->kind <= DPL_GATE_UP && j < one->elems; j++)
+            assert_int_equal(p->copy[one->offset + dpl_pair_index(j)],
+                             dpl_f32_to_bf16(p->master[one->offset + j]));
+    }
 }

@@ -56,6 +56,8 @@ typedef struct kit_result {
     double loss, mtp_loss, total; // normalized as the oracle's
     oracle_set out;               // what was probed
 } kit_result;
+// The bf16 compute copy is that of the masters, in the order of its panels.
+void kit_check_copy(const dpl_model *model);
 // Gradients are zeroed first; scales such that they are those of the oracle's total. result_out
 // NULL: neither probed nor returned.
 dpl_status kit_train(kit *k, const scene *s, kit_result *result_out);

@@ -230,7 +230,7 @@ static void check_padding(const problem *p) {
     }
 }
 
-static const char *const levels[] = {"ref", "avx2", "avx512"};
+static const char *const levels[] = {"ref", "avx2", "avx512", "avx512_bf16", "amx", "tiles"};
 
 static void check_shape(shape s, dpl_dtype dtype) {
     problem p;

@@ -612,12 +612,14 @@ static void test_cpu_level(void **state) {
     dpl_cpu_level best = DPL_CPU_N, level = DPL_CPU_N;
     unsetenv("DPL_CPU");
     assert_int_equal(dpl_cpu_level_detect(&best), DPL_OK);
-    assert_in_range(best, 0, DPL_CPU_N - 1);
+    assert_in_range(best, 0, DPL_CPU_AMX);
+    assert_int_equal(best, dpl_cpu_level_machine());
     for (unsigned i = 0; i < DPL_CPU_N; i++) {
         setenv("DPL_CPU", dpl_cpu_level_name((dpl_cpu_level)i), 1);
         level = DPL_CPU_N;
         const dpl_status status = dpl_cpu_level_detect(&level);
-        assert_int_equal(status, i <= (unsigned)best ? DPL_OK : DPL_EINVAL);
+        const unsigned needs = i == DPL_CPU_TILES ? DPL_CPU_AVX2 : i;
+        assert_int_equal(status, needs <= (unsigned)best ? DPL_OK : DPL_EINVAL);
         assert_int_equal(level, status == DPL_OK ? i : DPL_CPU_N);
     }
     setenv("DPL_CPU", "avx1024", 1);
@@ -627,6 +629,9 @@ static void test_cpu_level(void **state) {
     assert_non_null(strstr(dpl_error_message(), "avx1024"));
     assert_non_null(strstr(dpl_error_message(), "ref"));
     assert_string_equal(dpl_cpu_level_name(DPL_CPU_AVX512), "avx512");
+    assert_string_equal(dpl_cpu_level_name(DPL_CPU_AVX512_BF16), "avx512_bf16");
+    assert_string_equal(dpl_cpu_level_name(DPL_CPU_AMX), "amx");
+    assert_string_equal(dpl_cpu_level_name(DPL_CPU_TILES), "tiles");
     assert_string_equal(dpl_cpu_level_name(DPL_CPU_N), "unknown");
     if (before) setenv("DPL_CPU", before, 1);
     else unsetenv("DPL_CPU");

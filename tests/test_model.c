@@ -442,7 +442,7 @@ static void scene_open_large(scene *s) {
 
 static void threads_and_queue_change_no_bit(void **state) {
     (void)state;
-    static const char *const levels[] = {"ref", "avx2", "avx512"};
+    static const char *const levels[] = {"ref", "avx2", "avx512", "avx512_bf16", "amx", "tiles"};
     scene s;
     scene_open_large(&s);
     for (int dtype = 0; dtype < 2; dtype++) {
@@ -470,7 +470,7 @@ static void threads_and_queue_change_no_bit(void **state) {
 
 static void every_level_equals_the_oracle(void **state) {
     (void)state;
-    static const char *const levels[] = {"ref", "avx2", "avx512"};
+    static const char *const levels[] = {"ref", "avx2", "avx512", "avx512_bf16", "amx", "tiles"};
     failures = 0;
     scene s;
     const oracle_config c = rich_config();

@@ -12,7 +12,7 @@
 
 #include "lab.h"
 
-static const char *const levels[] = {"ref", "avx2", "avx512"};
+static const char *const levels[] = {"ref", "avx2", "avx512", "avx512_bf16", "amx", "tiles"};
 
 static const lab_rule plain = {.t = 33, .d = 40, .f = 24, .seed = 11};
 

@@ -20,7 +20,7 @@
 #define SEED   41973
 #define CANARY 16 // elements of 0xff bytes behind every output
 
-static const char *const levels[] = {"ref", "avx2", "avx512"};
+static const char *const levels[] = {"ref", "avx2", "avx512", "avx512_bf16", "amx", "tiles"};
 
 static dpl_ctx *open_ctx(const char *level, int n_threads, bool deferred) {
     setenv("DPL_CPU", level, 1);

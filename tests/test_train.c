@@ -15,7 +15,7 @@
 
 #include <cmocka.h>
 
-#include "fixture.h"
+#include "modelkit.h"
 #include "scratch.h"
 #include "trainkit.h"
 
@@ -513,8 +513,7 @@ static void bf16_trains(void **state) {
     dpl_trainer *t = run_open(ctx, config);
     const double first = run_steps(t, 1).loss, last = run_steps(t, 30).loss;
     assert_true(last < 0.6 * first);
-    for (size_t i = 0; i < t->model->params.elems; i++)
-        assert_int_equal(t->model->params.copy[i], dpl_f32_to_bf16(t->model->params.master[i]));
+    kit_check_copy(t->model);
     dpl_trainer_close(&t);
     dpl_config_close(&config);
     dpl_ctx_close(&ctx);

@@ -71,8 +71,8 @@ dpl_status dpl_check_finite(const char *name, const float *x, size_t n) {
 // Bytes of n_groups packed weights; 0 when a size is zero or they are too large to address.
 static size_t packed_bytes(const dpl_gemm_grouped *g, size_t n_groups, size_t element) {
     size_t bytes;
-    if (g->n > SIZE_MAX - DPL_PANEL ||
-        __builtin_mul_overflow(dpl_round_up(g->n, DPL_PANEL), g->k, &bytes) ||
+    if (g->n > SIZE_MAX - DPL_PANEL || g->k > SIZE_MAX - 1 ||
+        __builtin_mul_overflow(dpl_round_up(g->n, DPL_PANEL), dpl_panel_depth(g->k), &bytes) ||
         __builtin_mul_overflow(bytes, n_groups, &bytes) ||
         __builtin_mul_overflow(bytes, element, &bytes) || bytes > PTRDIFF_MAX / 2)
         return 0;

@@ -96,10 +96,20 @@ int dpl_cpus_allowed(void);
 int dpl_cpus_quota(const char *proc_cgroup, const char *root, int cpus);
 
 /* ---- CPU levels ----------------------------------------------------------------------------- */
-typedef enum dpl_cpu_level { DPL_CPU_REF, DPL_CPU_AVX2, DPL_CPU_AVX512, DPL_CPU_N } dpl_cpu_level;
+typedef enum dpl_cpu_level {
+    DPL_CPU_REF,
+    DPL_CPU_AVX2,
+    DPL_CPU_AVX512,
+    DPL_CPU_AVX512_BF16,
+    DPL_CPU_AMX,
+    DPL_CPU_TILES, // for tests: the arithmetic of AMX in AVX2, otherwise the level below AMX
+    DPL_CPU_N
+} dpl_cpu_level;
 const char *dpl_cpu_level_name(dpl_cpu_level level);
-// The best level of this machine, capped by the environment's DPL_CPU. An unknown name, or one
-// above the machine, is DPL_EINVAL with what is possible.
+// The best level of this machine, never TILES. Asks the system for the registers that it needs.
+dpl_cpu_level dpl_cpu_level_machine(void);
+// That level, or the one that the environment's DPL_CPU names. An unknown name, or one that the
+// machine lacks, is DPL_EINVAL with what is possible.
 dpl_status dpl_cpu_level_detect(dpl_cpu_level *level_out);
 
 /* ---- random numbers: counter-based, so that any element can be drawn by any thread ---------- */

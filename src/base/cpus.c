@@ -8,6 +8,12 @@
 #include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 #include "base/base.h"
 
@@ -66,31 +72,48 @@ int dpl_cpus_allowed(void) {
 }
 
 /* ---- which level ---------------------------------------------------------------------------- */
-static const char *const level_names[DPL_CPU_N] = {"ref", "avx2", "avx512"};
+static const char *const level_names[DPL_CPU_N] = {"ref",         "avx2", "avx512",
+                                                   "avx512_bf16", "amx",  "tiles"};
 
 const char *dpl_cpu_level_name(dpl_cpu_level level) {
     return (unsigned)level < DPL_CPU_N ? level_names[level] : "unknown";
 }
 
-static dpl_cpu_level machine_level(void) {
 #if defined(__x86_64__)
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return DPL_CPU_REF;
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-        return DPL_CPU_AVX512;
-    return DPL_CPU_AVX2;
-#else
-    return DPL_CPU_REF;
-#endif
+// Linux gives the tile registers to a process that asks, unless a signal stack is too small for
+// them. Asking again is free.
+static bool amx_granted(void) {
+    unsigned a, b, c, d;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+    const unsigned bf16 = 1u << 22, tile = 1u << 24;
+    const long request = 0x1023, tile_data = 18; // ARCH_REQ_XCOMP_PERM of newer headers
+    return (d & bf16) && (d & tile) && syscall(SYS_arch_prctl, request, tile_data) == 0;
 }
 
+dpl_cpu_level dpl_cpu_level_machine(void) {
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return DPL_CPU_REF;
+    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
+        !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl"))
+        return DPL_CPU_AVX2;
+    if (!__builtin_cpu_supports("avx512bf16")) return DPL_CPU_AVX512;
+    return amx_granted() ? DPL_CPU_AMX : DPL_CPU_AVX512_BF16;
+}
+#else
+dpl_cpu_level dpl_cpu_level_machine(void) {
+    return DPL_CPU_REF;
+}
+#endif
+
 dpl_status dpl_cpu_level_detect(dpl_cpu_level *level_out) {
-    const unsigned best = machine_level();
+    const unsigned best = dpl_cpu_level_machine();
     const char *wanted = getenv("DPL_CPU");
     unsigned level = best;
     if (wanted && wanted[0])
-        for (level = 0; level <= best && strcmp(wanted, level_names[level]) != 0; level++) continue;
-    DPL_CHECK(level <= best, "DPL_CPU=%s, expected ref, avx2 or avx512, at most this machine's %s",
+        for (level = 0; level < DPL_CPU_N && strcmp(wanted, level_names[level]) != 0; level++)
+            continue;
+    DPL_CHECK(level <= best || (level == DPL_CPU_TILES && best >= DPL_CPU_AVX2),
+              "DPL_CPU=%s, expected ref, avx2, avx512, avx512_bf16 or amx, at most this machine's "
+              "%s, or tiles where there is avx2",
               wanted, level_names[best]);
     *level_out = (dpl_cpu_level)level;
     return DPL_OK;

@@ -107,8 +107,8 @@ static dpl_gemm_load load_of(dpl_mat m) {
 static void pack_transposed(const attn *h, dpl_mat m, size_t n_rows, size_t n_columns, size_t depth,
                             float *to) {
     for (size_t row = 0; row < n_rows; row += DPL_PANEL)
-        h->g->pack_rows(load_of(m), DPL_MIN(DPL_PANEL, n_rows - row), n_columns,
-                        dpl_mat_row(m, row), m.ld, DPL_PANEL, to + row * depth);
+        h->g->right_rows(load_of(m), DPL_MIN(DPL_PANEL, n_rows - row), n_columns,
+                         dpl_mat_row(m, row), m.ld, DPL_PANEL, to + row * depth);
 }
 
 static bool is_padding(const attn *h, size_t row) {
@@ -120,8 +120,8 @@ static bool is_padding(const attn *h, size_t row) {
 static void pack_panels(const attn *h, dpl_mat m, size_t row0, size_t n_rows, size_t n_columns,
                         size_t stride, float *to) {
     for (size_t col = 0; col < n_columns; col += DPL_PANEL, to += DPL_PANEL * stride) {
-        h->g->pack_cols(load_of(m), DPL_MIN(DPL_PANEL, n_columns - col), n_rows,
-                        dpl_mat_at(m, row0, col).p, m.ld, DPL_PANEL, to);
+        h->g->right_cols(load_of(m), DPL_MIN(DPL_PANEL, n_columns - col), n_rows,
+                         dpl_mat_at(m, row0, col).p, m.ld, DPL_PANEL, to);
         for (size_t row = 0; h->a.segment && row < n_rows; row++)
             if (is_padding(h, row0 + row)) memset(to + row * DPL_PANEL, 0, DPL_PANEL * sizeof *to);
     }
@@ -150,7 +150,7 @@ static void pack_tiles(const attn *h, dpl_mat m, size_t n_columns, size_t first,
                        float *to) {
     for (size_t t = first; t < last; t++) {
         const size_t row = tile_row(h, t), n = tile_row(h, t + 1) - row;
-        h->g->pack_rows(load_of(m), n, n_columns, dpl_mat_row(m, row), m.ld, n, to);
+        h->g->left_rows(load_of(m), n, n_columns, dpl_mat_row(m, row), m.ld, n, to);
         to += n * n_columns;
     }
 }
@@ -198,7 +198,8 @@ static size_t mask_row(const attn *h, size_t row, size_t k0, size_t n, bool mixe
 // One tile product. Operands are in L2 already: what it would fetch ahead is its own first line.
 static void multiply(const attn *h, size_t m, size_t n, size_t kc, const float *left,
                      const float *right, float *c, size_t ldc, bool add) {
-    h->g->tile(m, n, kc, left, right, c, ldc, add, (dpl_gemm_ahead){right, 0, 1, 0});
+    (void)n;
+    h->g->tile(m, kc, left, right, c, ldc, add, (dpl_gemm_ahead){right, 0, 1, 0, 0});
 }
 
 // score (m, n_keys) = one packed tile times keys k0.. ; whole panels of score are written.
@@ -267,7 +268,7 @@ static void attend_tile(const attn *h, size_t row0, size_t m, size_t i0, size_t 
         else soften_row(h, i0 + i, seen, n, s);
     }
     if (n == 0) return;
-    h->g->pack_rows(DPL_LOAD_F32, m, n, dp ? dp : score, KEY_BLOCK, m, w->left);
+    h->g->left_rows(DPL_LOAD_F32, m, n, dp ? dp : score, KEY_BLOCK, m, w->left);
     multiply_panels(h, m, n, w->right, h->a.n_seq, k0, w->acc + i0 * h->ld_acc, h->ld_acc);
 }
 
@@ -279,9 +280,9 @@ static void backward_keys(const attn *h, size_t q0, size_t n, size_t k0, size_t 
         const size_t j = t * n_keys / n_tiles, m = (t + 1) * n_keys / n_tiles - j, key = k0 + j;
         const size_t first = key > q0 ? key - q0 : 0; // Earlier queries see none of these keys.
         const size_t at = first * KEY_BLOCK + j, n_seen = n - first;
-        h->g->pack_cols(DPL_LOAD_F32, m, n_seen, w->score + at, KEY_BLOCK, m, w->left);
+        h->g->left_cols(DPL_LOAD_F32, m, n_seen, w->score + at, KEY_BLOCK, m, w->left);
         multiply_panels(h, m, n_seen, w->dout_cols, n, first, w->dv + key * h->ld_v, h->ld_v);
-        h->g->pack_cols(DPL_LOAD_F32, m, n_seen, w->dp + at, KEY_BLOCK, m, w->left);
+        h->g->left_cols(DPL_LOAD_F32, m, n_seen, w->dp + at, KEY_BLOCK, m, w->left);
         multiply_panels(h, m, n_seen, w->q_cols, n, first, w->dk + key * h->ld_k, h->ld_k);
     }
 }
@@ -404,7 +405,7 @@ static void run(dpl_ctx *ctx, const void *args) {
 static void submit(dpl_ctx *ctx, attn x, const dpl_span outputs[3]) {
     const size_t mark = dpl_ctx_mark(ctx), rope_rows = x.a.n_batch * x.a.n_heads * x.a.n_seq;
     x.backward = x.dq.p;
-    x.g = &ctx->kernels->gemm;
+    x.g = &ctx->kernels->gemm[DPL_F32];
     x.n_tiles = dpl_div_up(x.a.n_seq, x.g->mr);
     x.block_tiles = DPL_MAX(1, BLOCK_ROWS / x.g->mr);
     x.task_tiles = x.backward ? DPL_MAX(1, x.n_tiles) : x.block_tiles * TASK_BLOCKS;

@@ -32,7 +32,10 @@ const char *dpl_phase_name(dpl_phase phase) {
 
 static dpl_status open_parts(dpl_ctx *ctx, int n_threads, bool deferred, size_t step_bytes) {
     DPL_TRY(dpl_cpu_level_detect(&ctx->level));
-    ctx->kernels = dpl_cpu_kernels(ctx->level);
+    ctx->kernels = dpl_alloc(sizeof *ctx->kernels);
+    DPL_EXPECT(ctx->kernels, DPL_ENOMEM, "no memory for the kernel table of a context");
+    dpl_cpu_kernels(ctx->level, ctx->kernels);
+    dpl_cpu_kernels_choose(ctx->kernels);
     DPL_TRY(dpl_pool_open(n_threads, &ctx->pool));
     ctx->memory_bytes = (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE);
     // Batch systems limit addresses too (ulimit -v): take what there is.
@@ -70,6 +73,7 @@ void dpl_ctx_close(dpl_ctx **ctx) {
     dpl_arena_close(&(*ctx)->arena);
     dpl_free((*ctx)->scratch);
     dpl_free((*ctx)->queue);
+    dpl_free((*ctx)->kernels);
     dpl_free(*ctx);
     *ctx = NULL;
 }
@@ -134,7 +138,7 @@ static void run_part(void *p, size_t i, int i_thread) {
     const size_t first = i * loop->grain, end = DPL_MIN(first + loop->grain, loop->n_rows);
     uint8_t *scratch = run->ctx->scratch + (size_t)i_thread * SCRATCH_BYTES;
     const dpl_kernels *k = run->ctx->kernels;
-    const dpl_part part = {first, end, i, &k->rows, &k->gemm, scratch, i_thread};
+    const dpl_part part = {first, end, i, &k->rows, k->gemm, scratch, i_thread};
     loop->fn(run->args, &part);
 }
 

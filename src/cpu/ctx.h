@@ -22,8 +22,11 @@ const char *dpl_phase_name(dpl_phase phase);
 
 struct dpl_ctx {
     dpl_pool *pool;
-    const dpl_kernels *kernels;
+    dpl_kernels *kernels;
     dpl_cpu_level level;
+    // 0: fp32 products by multiply-adds. 2 or 3: each operand as so many parts of bf16, of whose
+    // products 3 or 6 are added: relative errors of about 2^-16 and 2^-24 of |a| |b|.
+    size_t f32_parts;
     size_t memory_bytes;         // of this machine
     dpl_arena *arena;            // the step's memory; operators take temporary buffers from it too
     uint8_t *scratch;            // for use inside one task, a block of 4 MB per thread
@@ -60,8 +63,8 @@ void dpl_ctx_submit(dpl_ctx *ctx, dpl_op_fn fn, const void *args, size_t args_by
 typedef struct dpl_part {
     size_t first, end, i; // rows first .. end-1; the number of this part
     const struct dpl_row_kernels *k;
-    const struct dpl_gemm_kernels *g;
-    void *scratch; // 4 MB of this thread
+    const struct dpl_gemm_kernels *g; // [dpl_dtype]
+    void *scratch;                    // 4 MB of this thread
     int i_thread;
 } dpl_part;
 typedef void (*dpl_part_fn)(const void *args, const dpl_part *part);

@@ -1,18 +1,21 @@
 // gemm.c - the grouped GEMM y = x W^T over ragged groups of rows, with both of its gradients.
 //
-// All three are one blocked loop: an M x 32*P block of the result, contracted in blocks of at most
-// DPL_GEMM_KC, the left operand packed once per block and kept in L2, one right panel at a time in
-// L1. A flat list of such blocks over all groups is split by cost, so that one hot expert keeps all
-// threads busy and many small ones cost little more than reading their weights.
+// All three are one blocked loop: an M x 32*P block of the result. The left operand is packed once
+// per block and kept in L2; for each panel of 32 columns the right one goes by in chunks that fit
+// in L1 (weights are used where they lie, if their order allows), and the panel's sums stay near
+// until they are complete. A flat list of such blocks over all groups is split by cost, so that one
+// hot expert keeps all threads busy and many small ones cost little more than reading their
+// weights.
 #include "cpu/row_io.h"
 
 #define LINE       64  // bytes that one fetch brings
-#define M_BLOCK    256 // rows of the packed left operand: M_BLOCK * DPL_GEMM_KC floats in L2
+#define M_BLOCK    256 // rows of a block, at most
 #define M_SPLIT    64  // rows are not split finer than this for more tasks
-#define P_ROUNDED  8   // panels of a block whose result is rounded to bf16 at the end
+#define P_SUMS     32  // panels of a block whose sums have to wait for more of the contraction
 #define TASKS      2   // a thread gets about so many: more even, but more packing
 #define COST_MIN   1e6 // multiply-adds, below which another task costs more than it brings
 #define ROWS_BYTES 8   // reading a group's weight costs about as much as so many rows
+#define PARTS      3   // of bf16, that an fp32 operand may be split into
 
 typedef enum gemm_op { FORWARD, DGRAD, WGRAD } gemm_op;
 
@@ -23,8 +26,9 @@ typedef struct gemm_cut {
 
 typedef struct gemm_args {
     gemm_op op;
-    dpl_mat left, right, out; // forward: x, w, y; dgrad: dy, w, dx; wgrad: x, dy, dw
-    dpl_dtype operand; // the numeric class: dtype of the weight, or of both of wgrad's operands
+    dpl_mat left, right, out;  // forward: x, w, y; dgrad: dy, w, dx; wgrad: x, dy, dw
+    const dpl_gemm_kernels *g; // of the operands' class
+    size_t n_parts;            // of each operand: more than 1 for fp32 made of bf16
     dpl_groups groups;
     size_t n, k;
     bool accumulate;
@@ -32,29 +36,32 @@ typedef struct gemm_args {
 } gemm_args;
 
 // A block of one group's product, out (m, 32 * n_panels) = left (m, depth) * right (depth, 32 *
-// n_panels), and where its result is accumulated.
+// n_panels).
 typedef struct gemm_block {
     const gemm_args *a;
     const dpl_gemm_kernels *g;
     size_t row, n_rows; // of the group
     size_t weight_row;  // its first row of 32 in a weight or weight gradient
+    size_t k_rows;      // rows of a panel there
     size_t m0, m, p0, n_panels, depth, n_cols;
-    size_t n_tiles; // of m
-    float *c;       // element (m0, first column of p0)
-    size_t ldc, c_panel;
-    float *packed_a, *packed_b;
+    size_t n_tiles;               // of m
+    size_t chunk, slice;          // of the contraction: of one product; as much as fits on the left
+    uint8_t *packed_a, *packed_b; // [part]
+    size_t part_a, part_b;        // bytes of a part
+    float *c;                     // sums of one panel (m, 32), or of all if they have to wait
 } gemm_block;
 
 /* ---- cutting into tasks ---------------------------------------------------------------------- */
 // All of a group as one block.
 static gemm_block whole_group(const gemm_args *a, size_t g) {
     const int64_t *offsets = a->groups.offsets;
-    gemm_block b = {.a = a, .n_rows = a->groups.n_rows};
+    gemm_block b = {.a = a, .g = a->g, .n_rows = a->groups.n_rows};
     if (offsets) {
         b.row = (size_t)offsets[g];
         b.n_rows = (size_t)offsets[g + 1] - b.row;
     }
-    b.weight_row = g * dpl_div_up(a->n, DPL_PANEL) * a->k;
+    b.k_rows = dpl_panel_depth(a->k);
+    b.weight_row = g * dpl_div_up(a->n, DPL_PANEL) * b.k_rows;
     b.m = a->op == WGRAD ? a->k : b.n_rows;
     b.depth = a->op == FORWARD ? a->k : a->op == DGRAD ? a->n : b.n_rows;
     b.n_cols = a->op == DGRAD ? a->k : a->n;
@@ -66,12 +73,27 @@ static double group_cost(const gemm_block *b) {
     return b->n_rows ? (double)(b->n_rows + ROWS_BYTES) * (double)b->a->n * (double)b->a->k : 0;
 }
 
+// Rows of a block: where weights are used in place few are enough, and with all of the contraction
+// packed sums need not wait.
+static size_t block_rows(const gemm_block *b) {
+    const size_t row_bytes = b->depth * b->g->left_bytes * b->a->n_parts;
+    if (b->a->op != FORWARD || b->a->n_parts > 1) return M_BLOCK;
+    return DPL_MIN(M_BLOCK, DPL_MAX(M_SPLIT, b->g->block_bytes / row_bytes));
+}
+
+// Whether a block of m rows has to put sums aside until more of the left operand is packed.
+static bool sums_wait(const gemm_block *b, size_t m) {
+    const size_t bytes = m * b->depth * b->g->left_bytes;
+    return b->a->op != WGRAD && b->a->out.dtype == DPL_BF16 && bytes > b->g->block_bytes;
+}
+
 // The cut may follow the number of threads (through cost_task), because no element's chain depends
 // on it.
 static gemm_cut cut_group(const gemm_block *b, double cost_task, size_t first_task) {
     if (b->n_rows == 0) return (gemm_cut){first_task, 0, 0};
-    const size_t p_most = b->a->out.dtype == DPL_BF16 ? P_ROUNDED : b->n_panels;
-    gemm_cut cut = {first_task, dpl_div_up(b->m, M_BLOCK), dpl_div_up(b->n_panels, p_most)};
+    const size_t m_most = DPL_MIN(block_rows(b), b->m);
+    const size_t p_most = sums_wait(b, m_most) ? P_SUMS : b->n_panels;
+    gemm_cut cut = {first_task, dpl_div_up(b->m, m_most), dpl_div_up(b->n_panels, p_most)};
     const double tasks = group_cost(b) / cost_task;
     // Halve the longer side: a square block packs and reads the least for its work.
     while ((double)(cut.m_blocks * cut.p_blocks) < tasks) {
@@ -93,10 +115,10 @@ static size_t find_group(const gemm_args *a, size_t task) {
     return low;
 }
 
-/* ---- one block ------------------------------------------------------------------------------- */
-static dpl_gemm_load load_of(dpl_dtype stored, dpl_dtype operand) {
+/* ---- operands of one block ------------------------------------------------------------------- */
+static dpl_gemm_load load_of(dpl_dtype stored, size_t part) {
     if (stored == DPL_BF16) return DPL_LOAD_BF16;
-    return operand == DPL_BF16 ? DPL_LOAD_ROUNDED : DPL_LOAD_F32;
+    return part == 0 ? DPL_LOAD_F32 : part == 1 ? DPL_LOAD_PART2 : DPL_LOAD_PART3;
 }
 
 // Rows of the block's tile i start here, evenly cut so that no tile is left with a row or two.
@@ -115,7 +137,8 @@ static dpl_mat left_at(const gemm_block *b, size_t i, size_t l) {
 static dpl_mat right_at(const gemm_block *b, size_t p, size_t l) {
     const gemm_args *a = b->a;
     if (a->op == WGRAD) return dpl_mat_at(a->right, b->row + l, p * DPL_PANEL);
-    const size_t row = a->op == FORWARD ? p * a->k + l : l / DPL_PANEL * a->k + p * DPL_PANEL;
+    const size_t row = a->op == FORWARD ? p * b->k_rows + l
+                                        : l / DPL_PANEL * b->k_rows + p * DPL_PANEL;
     return dpl_mat_at(a->right, b->weight_row + row, 0);
 }
 
@@ -123,53 +146,88 @@ static size_t panel_cols(const gemm_block *b, size_t p) {
     return DPL_MIN(b->n_cols - p * DPL_PANEL, (size_t)DPL_PANEL);
 }
 
-static void pack_left(const gemm_block *b, size_t first, size_t m, size_t l0, size_t depth) {
-    const dpl_mat x = left_at(b, first, l0);
-    (b->a->op == WGRAD ? b->g->pack_cols : b->g->pack_rows)(
-        load_of(x.dtype, b->a->operand), m, depth, x.p, x.ld, m, b->packed_a + first * depth);
+// Where rows from `first` on of the packed left operand lie, for a chunk that begins at l.
+static uint8_t *packed_left(const gemm_block *b, size_t first, size_t l, size_t depth) {
+    const size_t rows = dpl_round_up(depth, b->g->depth);
+    return b->packed_a + (l % b->slice * b->m + first * rows) * b->g->left_bytes;
 }
 
-// The right operand (depth, 32) of panel p from contraction index l0 on. An F32 weight is used in
-// place.
-static const float *right_panel(const gemm_block *b, size_t p, size_t l0, size_t depth) {
+static void pack_left(const gemm_block *b, size_t first, size_t m, size_t l, size_t depth) {
+    const dpl_mat x = left_at(b, first, l);
+    uint8_t *to = packed_left(b, first, l, depth);
+    const dpl_gemm_packer pack = b->a->op == WGRAD ? b->g->left_cols : b->g->left_rows;
+    for (size_t part = 0; part < b->a->n_parts; part++, to += b->part_a)
+        pack(load_of(x.dtype, part), m, depth, x.p, x.ld, m, to);
+}
+
+static void pack_right(const gemm_block *b, size_t p, size_t l0, size_t depth, size_t part) {
     const gemm_args *a = b->a;
     const size_t n = panel_cols(b, p);
     const dpl_mat from = right_at(b, p, l0);
-    const dpl_gemm_load load = load_of(from.dtype, a->operand);
-    if (a->op == FORWARD && load == DPL_LOAD_F32) return from.p;
+    const dpl_gemm_load load = load_of(from.dtype, part);
+    uint8_t *to = b->packed_b + part * b->part_b;
     if (a->op != DGRAD) {
-        b->g->pack_cols(load, n, depth, from.p, from.ld, DPL_PANEL, b->packed_b);
-        return b->packed_b;
+        const size_t cols = a->op == FORWARD ? DPL_PANEL : n;
+        b->g->right_cols(load, cols, depth, from.p, from.ld, DPL_PANEL, to);
+        return;
     }
-    for (size_t l = 0; l < depth; l += DPL_PANEL)
-        b->g->pack_rows(load, n, DPL_MIN(depth - l, (size_t)DPL_PANEL), right_at(b, p, l0 + l).p,
-                        DPL_PANEL, DPL_PANEL, b->packed_b + l * DPL_PANEL);
+    // 32 rows of each panel of n: the padding of the last one is there to be read.
+    for (size_t l = 0; l < depth; l += DPL_PANEL, to += DPL_PANEL * DPL_PANEL * b->g->right_bytes)
+        (from.dtype == DPL_BF16 ? b->g->right_pairs : b->g->right_rows)(
+            load, n, DPL_PANEL, right_at(b, p, l0 + l).p, DPL_PANEL, DPL_PANEL, to);
+}
+
+// The right operand (depth, 32) of panel p from contraction index l0 on: weights of this class are
+// used in place.
+static const uint8_t *right_panel(const gemm_block *b, size_t p, size_t l0, size_t depth) {
+    if (b->a->op == FORWARD && b->a->n_parts == 1) return right_at(b, p, l0).p;
+    for (size_t part = 0; part < b->a->n_parts; part++) pack_right(b, p, l0, depth, part);
     return b->packed_b;
+}
+
+/* ---- what is fetched ahead ------------------------------------------------------------------- */
+static dpl_gemm_ahead fetch_nothing(const gemm_block *b) {
+    return (dpl_gemm_ahead){b->packed_b, 0, 1, 0, 0};
 }
 
 // A line of each of `run` rows of m, from byte `at` of its first row on.
 static dpl_gemm_ahead fetch_rows(dpl_mat m, size_t at, size_t run) {
-    return (dpl_gemm_ahead){(const uint8_t *)m.p + at, m.ld * dpl_dtype_bytes(m.dtype), run, 0};
+    return (dpl_gemm_ahead){(const uint8_t *)m.p + at, m.ld * dpl_dtype_bytes(m.dtype), run, 0, 1};
 }
 
-// What the i-th tile of panel p fetches for later. In wgrad, where both operands lie in short
-// pieces: one line of each row of the next panel's right operand, or of the next left operand.
+// In wgrad, where both operands lie in short pieces: one line of some rows of the next panel's
+// right operand, or of the next left operand.
 static dpl_gemm_ahead fetch_wgrad(const gemm_block *b, size_t p, size_t l0, size_t depth,
                                   size_t i) {
+    const size_t rows = dpl_div_up(depth, b->g->fetch), shares = dpl_div_up(depth, rows);
     const size_t right_lines = DPL_PANEL * dpl_dtype_bytes(b->a->right.dtype) / LINE;
     const size_t left_bytes = b->m * dpl_dtype_bytes(b->a->left.dtype);
-    if (i < right_lines) {
-        if (p + 1 < b->p0 + b->n_panels) return fetch_rows(right_at(b, p + 1, l0), i * LINE, depth);
-    } else {
-        const size_t at = ((p - b->p0) * b->n_tiles + i - right_lines) * LINE;
-        if (l0 + depth < b->depth && at < left_bytes)
-            return fetch_rows(left_at(b, 0, l0 + depth), at, depth);
+    const size_t l = i % shares * rows, line = i / shares;
+    if (line < right_lines) {
+        if (p + 1 < b->p0 + b->n_panels)
+            return fetch_rows(right_at(b, p + 1, l0 + l), line * LINE, DPL_MIN(rows, depth - l));
+    } else if (l0 + depth < b->depth) {
+        const size_t at = ((p - b->p0) * b->n_tiles / shares + line - right_lines) * LINE;
+        if (at < left_bytes && l0 + depth + l < b->depth)
+            return fetch_rows(left_at(b, 0, l0 + depth + l), at,
+                              DPL_MIN(rows, b->depth - l0 - depth - l));
     }
-    return (dpl_gemm_ahead){b->packed_b, 0, 1, 0};
+    return fetch_nothing(b);
+}
+
+// The chunk that is used after the one at (p, l0); false after the last.
+static bool next_chunk(const gemm_block *b, size_t *p, size_t *l0) {
+    const size_t slice = *l0 / b->slice * b->slice, end = DPL_MIN(slice + b->slice, b->depth);
+    if ((*l0 += b->chunk) < end) return true;
+    *l0 = slice;
+    if (++*p < b->p0 + b->n_panels) return true;
+    *p = b->p0;
+    *l0 = end;
+    return end < b->depth;
 }
 
 // In forward and dgrad: the rows that the next tile packs, or this tile's part of the weight that
-// the next panel uses.
+// is used next.
 static dpl_gemm_ahead fetch_ahead(const gemm_block *b, size_t p, size_t l0, size_t depth,
                                   size_t i) {
     const gemm_args *a = b->a;
@@ -177,48 +235,80 @@ static dpl_gemm_ahead fetch_ahead(const gemm_block *b, size_t p, size_t l0, size
     if (p == b->p0 && i + 1 < b->n_tiles) {
         const dpl_mat x = left_at(b, tile_first(b, i + 1), l0);
         const size_t elem = dpl_dtype_bytes(x.dtype), lines = dpl_div_up(depth * elem, LINE);
-        return (dpl_gemm_ahead){x.p, LINE, lines, x.ld * elem - (lines - 1) * LINE};
+        return (dpl_gemm_ahead){x.p, LINE, lines, x.ld * elem - (lines - 1) * LINE, 1};
     }
-    size_t l = l0 + i * depth / b->n_tiles;
-    if (++p == b->p0 + b->n_panels) p = b->p0, l += depth;
-    if (l >= b->depth) return (dpl_gemm_ahead){b->packed_b, 0, 1, 0};
+    if (!next_chunk(b, &p, &l0)) return fetch_nothing(b);
+    const size_t l = l0 + i * DPL_MIN(b->chunk, b->depth - l0) / b->n_tiles;
     const dpl_mat w = right_at(b, p, l);
-    const size_t row_bytes = DPL_PANEL * dpl_dtype_bytes(w.dtype), step = row_bytes / b->n_tiles;
-    if (a->op == FORWARD) return (dpl_gemm_ahead){w.p, step, depth, 0};
+    const size_t row_bytes = DPL_PANEL * dpl_dtype_bytes(w.dtype);
+    const size_t step = row_bytes * b->g->fetch / b->n_tiles;
+    if (a->op == FORWARD) return (dpl_gemm_ahead){w.p, step, depth, 0, 1};
     // 32 rows of each panel of n.
-    const size_t others = DPL_MAX(a->k, (size_t)DPL_PANEL) - DPL_PANEL;
-    return (dpl_gemm_ahead){w.p, step, DPL_PANEL * b->n_tiles, others * row_bytes + step};
+    const size_t others = DPL_MAX(b->k_rows, (size_t)DPL_PANEL) - DPL_PANEL;
+    return (dpl_gemm_ahead){w.p, step, DPL_PANEL / b->g->fetch * b->n_tiles,
+                            others * row_bytes + step, 1};
 }
 
-// The left operand is packed on the way of the first panel, tile by tile: while one tile is
-// multiplied, memory brings the next.
-static void panel_product(const gemm_block *b, size_t p, size_t l0, size_t depth) {
-    const float *right = right_panel(b, p, l0, depth);
-    float *c = b->c + (p - b->p0) * b->c_panel;
-    for (size_t i = 0; i < b->n_tiles; ++i) {
-        const size_t first = tile_first(b, i), m = tile_first(b, i + 1) - first;
-        if (p == b->p0) pack_left(b, first, m, l0, depth);
-        b->g->tile(m, panel_cols(b, p), depth, b->packed_a + first * depth, right,
-                   c + first * b->ldc, b->ldc, l0 > 0 || b->a->accumulate,
-                   fetch_ahead(b, p, l0, depth, i));
-    }
+/* ---- one block ------------------------------------------------------------------------------- */
+// One tile: of the parts of split operands all pairs that matter, in fp32.
+static void tile_product(const gemm_block *b, size_t m, size_t depth, const uint8_t *left,
+                         const uint8_t *right, float *c, bool add, dpl_gemm_ahead ahead) {
+    for (size_t sum = 0; sum < b->a->n_parts; sum++)
+        for (size_t i = 0; i <= sum; i++, add = true)
+            b->g->tile(m, depth, left + i * b->part_a, right + (sum - i) * b->part_b, c, DPL_PANEL,
+                       add, ahead);
 }
 
-// Contraction blocks are even, whole panels long, and depend on the depth only.
-static void block_product(const gemm_block *b) {
-    const size_t n = dpl_div_up(b->depth, DPL_GEMM_KC);
-    const size_t step = dpl_round_up(dpl_div_up(b->depth, n), DPL_PANEL);
-    for (size_t l0 = 0; l0 < b->depth; l0 += step)
-        for (size_t p = b->p0; p < b->p0 + b->n_panels; ++p)
-            panel_product(b, p, l0, DPL_MIN(b->depth - l0, step));
+// Where the sums of panel p are, and the place of its first column in the result.
+static float *panel_sums(const gemm_block *b, size_t p) {
+    const bool wait = sums_wait(b, b->m);
+    if (b->a->op == WGRAD) return dpl_mat_row(b->a->out, b->weight_row + p * b->k_rows + b->m0);
+    return b->c + (wait ? (p - b->p0) * b->m * DPL_PANEL : 0);
 }
 
-static void store_rounded(const gemm_block *b, const dpl_row_kernels *k) {
-    for (size_t i = 0; i < b->m; ++i)
-        for (size_t p = 0; p < b->n_panels; ++p) {
-            const dpl_mat to = dpl_mat_at(b->a->out, b->row + b->m0 + i, (b->p0 + p) * DPL_PANEL);
-            k->to_bf16(b->c + p * b->c_panel + i * b->ldc, to.p, panel_cols(b, b->p0 + p));
+// A slice of the contraction, from l0 on, for one panel. The left operand is packed on the way of
+// the first panel, tile by tile: while one tile is multiplied, memory brings the next.
+static void panel_product(const gemm_block *b, size_t p, size_t l0) {
+    const gemm_args *a = b->a;
+    const size_t end = DPL_MIN(l0 + b->slice, b->depth), n = panel_cols(b, p);
+    const dpl_mat out = dpl_mat_at(a->out, b->row + b->m0, p * DPL_PANEL);
+    float *c = panel_sums(b, p);
+    bool add = l0 > 0 || a->accumulate;
+    if (add && a->op != WGRAD && out.dtype == DPL_F32) b->g->take(b->m, n, out.p, out.ld, c);
+    for (size_t l = l0; l < end; l += b->chunk, add = true) {
+        const size_t depth = DPL_MIN(b->chunk, end - l);
+        const uint8_t *right = right_panel(b, p, l, depth);
+        for (size_t i = 0; i < b->n_tiles; ++i) {
+            const size_t first = tile_first(b, i), m = tile_first(b, i + 1) - first;
+            if (p == b->p0) pack_left(b, first, m, l, depth);
+            tile_product(b, m, depth, packed_left(b, first, l, depth), right, c + first * DPL_PANEL,
+                         add, fetch_ahead(b, p, l, depth, i));
         }
+    }
+    if (a->op != WGRAD && (end == b->depth || out.dtype == DPL_F32))
+        b->g->put(b->m, n, c, out.dtype, out.p, out.ld);
+}
+
+static void block_product(const gemm_block *b) {
+    const unsigned entered = b->g->enter ? b->g->enter() : 0;
+    for (size_t l0 = 0; l0 < b->depth; l0 += b->slice)
+        for (size_t p = b->p0; p < b->p0 + b->n_panels; ++p) panel_product(b, p, l0);
+    if (b->g->leave) b->g->leave(entered);
+}
+
+// Chunks are even, whole panels long, and depend on the depth only: so do the bits.
+static void lay_out(gemm_block *b, uint8_t *scratch) {
+    const dpl_gemm_kernels *g = b->g;
+    const size_t n = dpl_div_up(b->depth, g->kc);
+    b->n_tiles = dpl_div_up(b->m, g->mr);
+    b->chunk = dpl_round_up(dpl_div_up(b->depth, n), DPL_PANEL);
+    b->slice = b->chunk * DPL_MAX(1, g->block_bytes / (b->m * b->chunk * g->left_bytes));
+    b->part_b = b->chunk * DPL_PANEL * g->right_bytes;
+    b->part_a = dpl_round_up(
+        b->m * DPL_MIN(b->slice, dpl_round_up(b->depth, b->chunk)) * g->left_bytes, LINE);
+    b->packed_b = scratch;
+    b->packed_a = b->packed_b + b->a->n_parts * b->part_b;
+    b->c = (float *)(void *)(b->packed_a + b->a->n_parts * b->part_a);
 }
 
 static void run_task(const void *args, const dpl_part *part) {
@@ -231,24 +321,8 @@ static void run_task(const void *args, const dpl_part *part) {
     b.m = (i_m + 1) * b.m / cut.m_blocks - b.m0;
     b.p0 = i_p * b.n_panels / cut.p_blocks;
     b.n_panels = (i_p + 1) * b.n_panels / cut.p_blocks - b.p0;
-    b.g = part->g;
-    b.n_tiles = dpl_div_up(b.m, b.g->mr);
-    b.packed_b = part->scratch;
-    b.packed_a = b.packed_b + DPL_GEMM_KC * DPL_PANEL;
-    b.ldc = DPL_PANEL;
-    if (a->op == WGRAD) {
-        b.c = dpl_mat_row(a->out, b.weight_row + b.p0 * a->k + b.m0);
-        b.c_panel = DPL_PANEL * a->k;
-    } else if (a->out.dtype == DPL_BF16) {
-        b.c = b.packed_a + M_BLOCK * DPL_GEMM_KC;
-        b.c_panel = DPL_PANEL * b.m;
-    } else {
-        b.c = dpl_mat_at(a->out, b.row + b.m0, b.p0 * DPL_PANEL).p;
-        b.ldc = a->out.ld;
-        b.c_panel = DPL_PANEL;
-    }
+    lay_out(&b, part->scratch);
     block_product(&b);
-    if (a->out.dtype == DPL_BF16) store_rounded(&b, part->k);
 }
 
 /* ---- operators ------------------------------------------------------------------------------- */
@@ -269,35 +343,60 @@ static void run_gemm(dpl_ctx *ctx, const void *args) {
     dpl_ctx_loop(ctx, (dpl_loop){run_task, n_tasks, 1}, a);
 }
 
-static void submit_gemm(dpl_ctx *ctx, gemm_args a) {
+static void submit_gemm(dpl_ctx *ctx, gemm_args a, dpl_dtype operand) {
     if (a.groups.n_rows == 0 || a.groups.n == 0 || a.n == 0 || a.k == 0) return;
     const size_t mark = dpl_ctx_mark(ctx);
+    const bool split = operand == DPL_F32 && ctx->f32_parts > 0;
+    a.g = &ctx->kernels->gemm[split ? DPL_BF16 : operand];
+    a.n_parts = split ? ctx->f32_parts : 1;
     a.cuts = dpl_ctx_alloc(ctx, a.groups.n * sizeof *a.cuts);
     const dpl_span span = dpl_row_span(a.out, a.groups.n_rows, a.op == FORWARD ? a.n : a.k);
     DPL_SUBMIT(ctx, run_gemm, a, a.accumulate ? (dpl_span){0} : span);
     dpl_ctx_release(ctx, mark);
 }
 
-static void submit_with_weight(dpl_ctx *ctx, gemm_op op, dpl_mat left, const dpl_weight *w,
-                               dpl_groups groups, dpl_mat out, bool accumulate) {
-    const dpl_mat right = {(void *)(uintptr_t)w->p, DPL_PANEL, w->dtype};
-    submit_gemm(ctx,
-                (gemm_args){op, left, right, out, w->dtype, groups, w->n, w->k, accumulate, NULL});
+static dpl_mat weight_mat(const dpl_weight *w) {
+    return (dpl_mat){(void *)(uintptr_t)w->p, DPL_PANEL, w->dtype};
 }
 
 void dpl_gemm_forward(dpl_ctx *ctx, dpl_mat x, const dpl_weight *w, dpl_groups groups, dpl_mat y) {
-    submit_with_weight(ctx, FORWARD, x, w, groups, y, false);
+    submit_gemm(ctx,
+                (gemm_args){.op = FORWARD,
+                            .left = x,
+                            .right = weight_mat(w),
+                            .out = y,
+                            .groups = groups,
+                            .n = w->n,
+                            .k = w->k},
+                w->dtype);
 }
 
 void dpl_gemm_dgrad(dpl_ctx *ctx, dpl_mat dy, const dpl_weight *w, dpl_groups groups, dpl_mat dx,
                     bool accumulate) {
-    submit_with_weight(ctx, DGRAD, dy, w, groups, dx, accumulate);
+    submit_gemm(ctx,
+                (gemm_args){.op = DGRAD,
+                            .left = dy,
+                            .right = weight_mat(w),
+                            .out = dx,
+                            .groups = groups,
+                            .n = w->n,
+                            .k = w->k,
+                            .accumulate = accumulate},
+                w->dtype);
 }
 
 void dpl_gemm_wgrad(dpl_ctx *ctx, dpl_mat dy, dpl_mat x, dpl_groups groups, size_t n, size_t k,
                     dpl_dtype operand, float *dw) {
-    const dpl_mat out = dpl_mat_f32(dw, DPL_PANEL);
-    submit_gemm(ctx, (gemm_args){WGRAD, x, dy, out, operand, groups, n, k, true, NULL});
+    submit_gemm(ctx,
+                (gemm_args){.op = WGRAD,
+                            .left = x,
+                            .right = dy,
+                            .out = dpl_mat_f32(dw, DPL_PANEL),
+                            .groups = groups,
+                            .n = n,
+                            .k = k,
+                            .accumulate = true},
+                operand);
 }
 
 /* ---- panels ---------------------------------------------------------------------------------- */
@@ -311,9 +410,15 @@ typedef struct panel_args {
 static void copy_panel(const void *args, const dpl_part *part) {
     const panel_args *a = args;
     const size_t first = part->i * DPL_PANEL, n = DPL_MIN(a->n - first, (size_t)DPL_PANEL);
-    float *rows = a->rows + first * a->k, *panel = a->panels + first * a->k;
-    if (a->unpack) part->g->pack_rows(DPL_LOAD_F32, a->k, n, panel, DPL_PANEL, a->k, rows);
-    else part->g->pack_rows(DPL_LOAD_F32, n, a->k, rows, a->k, DPL_PANEL, panel);
+    const size_t depth = dpl_panel_depth(a->k);
+    const dpl_gemm_packer pack = part->g[DPL_F32].left_rows; // a transposition
+    float *rows = a->rows + first * a->k, *panel = a->panels + first * depth;
+    if (a->unpack) {
+        pack(DPL_LOAD_F32, a->k, n, panel, DPL_PANEL, a->k, rows);
+        return;
+    }
+    pack(DPL_LOAD_F32, n, a->k, rows, a->k, DPL_PANEL, panel);
+    memset(panel + a->k * DPL_PANEL, 0, (depth - a->k) * DPL_PANEL * sizeof *panel);
 }
 
 void dpl_panel_pack(dpl_ctx *ctx, const float *rows, size_t n, size_t k, float *panels) {

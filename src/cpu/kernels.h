@@ -6,41 +6,68 @@
 
 #include "base/base.h"
 
+#define INLINE static inline __attribute__((always_inline)) // in kernels_*
+
 /* ---- grouped GEMM ---------------------------------------------------------------------------- */
 // One tile product serves forward, dgrad and wgrad; what differs is only how its two operands are
-// packed. Every element of a tile is one chain over the contraction that starts at zero, whatever
-// m and n are: so the bits of a row do not depend on the rows that share its tile.
-#define DPL_GEMM_KC 256 // the longest chain; the same at every level
+// packed. There are two classes of arithmetic, by the type of the operands:
+//   F32   each element of a tile is one chain of multiply-adds over the contraction l, from zero
+//   BF16  the same over l in the order 1, 0, 3, 2, ...: that of VDPBF16PS, with subnormals as zero;
+//         levels with tiles: of each 32 l an even and an odd chain from zero, whose sum is added
+// in products of at most DPL_GEMM_KC (BF16: twice that) of the contraction, added in order, and
+// whatever the sizes are: so the bits of a row do not depend on the rows that share its tile.
+//
+// The packed right operand is [l][32] in F32, and pairs [l / 2][32][2] of bf16 in BF16: as weights
+// are held, which are used in place. Packed, a contraction of odd length (or one that `depth` of
+// the class does not divide, on the left) has zeros after it.
 
-// How an element becomes fp32 while it is packed.
-typedef enum dpl_gemm_load {
-    DPL_LOAD_F32,
-    DPL_LOAD_BF16,   // exact
-    DPL_LOAD_ROUNDED // F32 rounded to bf16: the numeric class of bf16 operands
-} dpl_gemm_load;
+#define DPL_GEMM_KC    256
+#define DPL_GEMM_BLOCK ((size_t)512 << 10) // half of the smallest L2 of today's servers
 
-// What a tile product fetches into L2 on its way, for a later one: a line at p, then p moves on by
-// `step` bytes, but each time that `run` steps are done by `jump` bytes.
+// What a tile product fetches into L2 on its way, for a later one: each `fetch` l (of the class)
+// `each` lines one after another. The first at p; then p moves on by `step` bytes, but each time
+// that `run` lines are done by `jump` bytes. Kernels may take `each` above 1 as lines side by side.
 typedef struct dpl_gemm_ahead {
     const void *p;
-    size_t step, run, jump;
+    size_t step, run, jump, each;
 } dpl_gemm_ahead;
 
+// How an element is read while it is packed.
+typedef enum dpl_gemm_load {
+    DPL_LOAD_F32,   // as it is in class F32; rounded to nearest even bf16 in BF16
+    DPL_LOAD_BF16,  // exact in both
+    DPL_LOAD_PART2, // BF16 only, of F32: what the rounding left, rounded
+    DPL_LOAD_PART3  // and what that left, rounded
+} dpl_gemm_load;
+
+// Rows: element (i, l) is src[i * ld + l]. Columns: src[l * ld + i]. For i < m and l < kc; the rest
+// up to w (32 on the right, m on the left) is 0.
+typedef void (*dpl_gemm_packer)(dpl_gemm_load load, size_t m, size_t kc, const void *src, size_t ld,
+                                size_t w, void *dst);
+
 typedef struct dpl_gemm_kernels {
-    size_t mr; // the most rows that a tile may have
-    // c[i*ldc + j] (+= if add, else =) sum over l of a[l*m + i] * b[l*32 + j], for i < m <= mr and
-    // j < n <= 32. Only n columns of c are touched; b has 32.
-    void (*tile)(size_t m, size_t n, size_t kc, const float *a, const float *b, float *c,
-                 size_t ldc, bool add, dpl_gemm_ahead ahead);
-    // dst[l*w + i] = src[i*ld + l] for i < m, l < kc, and 0 for m <= i < w.
-    void (*pack_rows)(dpl_gemm_load load, size_t m, size_t kc, const void *src, size_t ld, size_t w,
-                      float *dst);
-    // dst[l*w + i] = src[l*ld + i] for i < m, l < kc, and 0 for m <= i < w.
-    void (*pack_cols)(dpl_gemm_load load, size_t m, size_t kc, const void *src, size_t ld, size_t w,
-                      float *dst);
-    // Register-resident chains x = x * sink[32] + sink[33] of this level's widest multiply-add,
-    // from and to sink[0..31]; returns the operations done.
-    double (*peak_fma)(size_t n_rounds, float *sink);
+    const char *name;
+    size_t mr;          // the most rows that a tile may have
+    size_t kc;          // the longest contraction of one product; longer ones are added in order
+    size_t depth;       // a packed left operand is padded to a multiple of this
+    size_t left_bytes, right_bytes; // of a packed element; right: 4 in F32, 2 in BF16
+    size_t fetch;       // the l of one step of dpl_gemm_ahead
+    size_t block_bytes; // of packed left operand that are kept in L2
+    // c[i*ldc + j] (+= if add, else =) the product of i < m <= mr and j < 32 over kc.
+    void (*tile)(size_t m, size_t kc, const void *a, const void *b, float *c, size_t ldc, bool add,
+                 dpl_gemm_ahead ahead);
+    dpl_gemm_packer left_rows, left_cols, right_rows, right_cols;
+    // right_rows where src is itself pairs [i / 2][ld][2] of bf16 (NULL in F32); 32 divides kc.
+    dpl_gemm_packer right_pairs;
+    // Rows of a panel c (m, 32): n columns of each from or to a matrix.
+    void (*take)(size_t m, size_t n, const float *src, size_t ld, float *c);
+    void (*put)(size_t m, size_t n, const float *c, dpl_dtype dtype, void *dst, size_t ld);
+    // What a thread does before and after products of this class (NULL: nothing).
+    unsigned (*enter)(void);
+    void (*leave)(unsigned entered);
+    // Register-resident multiply-adds of the kind that `tile` uses, from and to sink[0..31];
+    // returns the operations done.
+    double (*peak)(size_t n_rounds, float *sink);
 } dpl_gemm_kernels;
 
 /* ---- rows: fp32 loops over a row or a chunk -------------------------------------------------- */
@@ -90,9 +117,16 @@ typedef struct dpl_row_kernels {
 
 /* ---- levels ---------------------------------------------------------------------------------- */
 typedef struct dpl_kernels {
-    dpl_gemm_kernels gemm;
+    dpl_gemm_kernels gemm[2]; // by dpl_dtype: the class
+    dpl_gemm_kernels same[2]; // name NULL, or another one with the same bits: the faster is chosen
     dpl_row_kernels rows;
 } dpl_kernels;
 
-extern const dpl_kernels dpl_kernels_ref, dpl_kernels_avx2, dpl_kernels_avx512;
-const dpl_kernels *dpl_cpu_kernels(dpl_cpu_level level);
+// Each level sets what it has; what it lacks stays as the level below left it.
+void dpl_kernels_ref(dpl_kernels *k), dpl_kernels_avx2(dpl_kernels *k);
+void dpl_kernels_avx512(dpl_kernels *k), dpl_kernels_avx512_bf16(dpl_kernels *k);
+void dpl_kernels_amx(dpl_kernels *k), dpl_kernels_tiles(dpl_kernels *k);
+// The kernels of a level; among those with the same bits the first.
+void dpl_cpu_kernels(dpl_cpu_level level, dpl_kernels *k_out);
+// Measures for a few milliseconds and puts the faster of two with the same bits into gemm[].
+void dpl_cpu_kernels_choose(dpl_kernels *k);

@@ -12,7 +12,12 @@
 
 typedef uint32_t vec_u32 __attribute__((vector_size(sizeof(vec))));
 
+#define HIGH ((vec_u32){0} + 0xffff0000u) // the odd one of each pair of bf16
+
 /* ---- tile product ---------------------------------------------------------------------------- */
+// How the operands lie: both fp32; left fp32, right pairs of bf16; both pairs.
+typedef enum tile_kind { TILE_F32, TILE_PAIRS, TILE_DOT } tile_kind;
+
 // Accumulators have names, not an index: clang keeps an array of them in memory.
 #define ZERO(i) vec acc0_##i = {0}, acc1_##i = {0};
 #define PREFETCH(i)                                                 \
@@ -20,72 +25,128 @@ typedef uint32_t vec_u32 __attribute__((vector_size(sizeof(vec))));
         _mm_prefetch((const char *)(c + i * ldc), _MM_HINT_T0);     \
         _mm_prefetch((const char *)(c + i * ldc + V), _MM_HINT_T0); \
     }
+#define FETCH                                  \
+    _mm_prefetch(fetch, _MM_HINT_T1);          \
+    fetch += --left ? ahead.step : ahead.jump; \
+    left = left ? left : ahead.run;
 #define STEP(i)                                    \
     if (i < m) {                                   \
         const vec ai = OP(set1_ps)(a[i]);          \
         acc0_##i = OP(fmadd_ps)(ai, b0, acc0_##i); \
         acc1_##i = OP(fmadd_ps)(ai, b1, acc1_##i); \
     }
-#define STORE(i)                                \
-    if (i < m) {                                \
-        float *ci = c + i * ldc;                \
-        if (add) {                              \
-            acc0_##i += load_f32(n0, ci);       \
-            acc1_##i += load_f32(n1, ci + V);   \
-        }                                       \
-        store_f32(n0, false, ci, acc0_##i);     \
-        store_f32(n1, false, ci + V, acc1_##i); \
+#define STORE(i)                              \
+    if (i < m) {                              \
+        float *ci = c + i * ldc;              \
+        if (add) {                            \
+            acc0_##i += OP(loadu_ps)(ci);     \
+            acc1_##i += OP(loadu_ps)(ci + V); \
+        }                                     \
+        OP(storeu_ps)(ci, acc0_##i);          \
+        OP(storeu_ps)(ci + V, acc1_##i);      \
     }
+#ifndef DOT // the pairs of a[i] times those of b0 and b1, at a level that can
+#define DOT(i)
+#endif
 
-// 2 * V columns of a tile, of which n are stored.
-INLINE void tile_rows(size_t m, size_t n, size_t kc, const float *a, const float *b, float *c,
+// 2 * V columns of a tile. A load of V floats from b is V columns of pairs as well.
+INLINE void tile_rows(tile_kind kind, size_t m, size_t kc, const float *a, const float *b, float *c,
                       size_t ldc, bool add, dpl_gemm_ahead ahead) {
     const char *fetch = ahead.p;
     size_t left = ahead.run;
-    const size_t n0 = DPL_MIN(n, (size_t)V), n1 = DPL_MIN(n - n0, (size_t)V);
     EACH(ZERO)
     EACH(PREFETCH) // Also when c is only written: its lines arrive before they are needed.
-    for (size_t l = 0; l < kc; ++l, a += m, b += 32) {
-        _mm_prefetch(fetch, _MM_HINT_T1);
-        fetch += --left ? ahead.step : ahead.jump;
-        left = left ? left : ahead.run;
-        const vec b0 = OP(loadu_ps)(b), b1 = OP(loadu_ps)(b + V);
-        EACH(STEP)
+    if (kind != TILE_PAIRS) {
+        for (size_t l = 0; l < kc; l += kind == TILE_DOT ? 2 : 1, a += m, b += 32) {
+            FETCH
+            const vec b0 = OP(loadu_ps)(b), b1 = OP(loadu_ps)(b + V);
+            if (kind == TILE_DOT) {
+                EACH(DOT)
+            } else {
+                EACH(STEP)
+            }
+        }
+    } else {
+        for (size_t l = 0; l < kc; l += 2, a += m, b += 32) {
+            FETCH
+            const vec_u32 w0 = (vec_u32)OP(loadu_ps)(b), w1 = (vec_u32)OP(loadu_ps)(b + V);
+            vec b0 = (vec)(w0 & HIGH), b1 = (vec)(w1 & HIGH);
+            a += m;
+            EACH(STEP)
+            b0 = (vec)(w0 << 16), b1 = (vec)(w1 << 16);
+            a -= m;
+            EACH(STEP)
+            a += m;
+        }
     }
     EACH(STORE)
 }
 
 // Each row count has its own copy, so that few rows cost few instructions.
-#define ROWS(i)                                                        \
-    case i + 1:                                                        \
-        tile_rows(i + 1, n - j, kc, a, b + j, c + j, ldc, add, ahead); \
+#define ROWS(i)                                                           \
+    case i + 1:                                                           \
+        tile_rows(kind, i + 1, kc, a, b + j, c + j, ldc, add, ahead); \
         break;
 
-static void tile(size_t m, size_t n, size_t kc, const float *a, const float *b, float *c,
+INLINE void tile(tile_kind kind, size_t m, size_t kc, const float *a, const float *b, float *c,
                  size_t ldc, bool add, dpl_gemm_ahead ahead) {
-    for (size_t j = 0; j < 32 && j < n; j += 2 * V) {
+    for (size_t j = 0; j < 32; j += 2 * V) {
         switch (m) { EACH(ROWS) }
     }
 }
 
+#define TILE(name, kind)                                                                 \
+    static inline void name(size_t m, size_t kc, const void *a, const void *b, float *c, \
+                            size_t ldc, bool add, dpl_gemm_ahead ahead) {                \
+        tile(kind, m, kc, a, b, c, ldc, add, ahead);                                     \
+    }
+TILE(tile_f32, TILE_F32)
+TILE(tile_pairs, TILE_PAIRS)
+
+// VDPBF16PS takes subnormals as zero; multiply-adds do if they are told to.
+static inline unsigned flush_subnormals(void) {
+    const unsigned before = _mm_getcsr();
+    _mm_setcsr(before | 0x8040);
+    return before;
+}
+
+static inline void restore_subnormals(unsigned before) {
+    _mm_setcsr(before);
+}
+
 /* ---- packing --------------------------------------------------------------------------------- */
+// What packing makes of elements: fp32, fp32 that are bf16, or pairs of bf16.
+typedef enum pack_kind { PACK_F32, PACK_ROUNDED, PACK_PAIRS } pack_kind;
+
 // fp32 rounded to bf16 and back; nearest even, NaN made quiet, as dpl_f32_to_bf16 does.
 INLINE vec round_to_bf16(vec x) {
     const vec_u32 bits = (vec_u32)x, nan = (vec_u32)(x != x);
     const vec_u32 rounded = bits + 0x7fff + (bits >> 16 & 1), quiet = bits | 0x400000;
-    return (vec)(((nan & quiet) | (~nan & rounded)) & 0xffff0000);
+    return (vec)(((nan & quiet) | (~nan & rounded)) & HIGH);
 }
 
 // The first n of V elements from src[i] on, zeros after them.
-INLINE vec load_as(dpl_gemm_load load, size_t n, const void *src, size_t i) {
+INLINE vec load_as(pack_kind kind, dpl_gemm_load load, size_t n, const void *src, size_t i) {
     if (load == DPL_LOAD_BF16) return load_bf16(n, (const uint16_t *)src + i);
-    const vec x = load_f32(n, (const float *)src + i);
-    return load == DPL_LOAD_F32 ? x : round_to_bf16(x);
+    vec x = load_f32(n, (const float *)src + i);
+    if (kind == PACK_F32) return x;
+    if (load == DPL_LOAD_PART2 || load == DPL_LOAD_PART3) x -= round_to_bf16(x);
+    if (load == DPL_LOAD_PART3) x -= round_to_bf16(x);
+    return round_to_bf16(x);
 }
 
-INLINE void transpose(vec r[V]) {
+// Transposes the matrix whose rows are r[0..group * V / 4], of elements of which `group` fill a
+// 128-bit lane: 4 of 32 bits or 2 of 64.
+INLINE void transpose(int group, vec *r) {
+    const int n = group * V / 4;
     vec t[V];
-    UNROLL for (int i = 0; i < V; i += 4) { // 4x4 blocks inside each 128-bit lane
+    UNROLL for (int i = 0; i < n; i += group) { // blocks inside each 128-bit lane
+        if (group == 2) {
+            const vec lo = (vec)OP(unpacklo_pd)((vec_f64)r[i], (vec_f64)r[i + 1]);
+            r[i + 1] = (vec)OP(unpackhi_pd)((vec_f64)r[i], (vec_f64)r[i + 1]);
+            r[i] = lo;
+            continue;
+        }
         const vec lo0 = OP(unpacklo_ps)(r[i], r[i + 1]), lo1 = OP(unpacklo_ps)(r[i + 2], r[i + 3]);
         const vec hi0 = OP(unpackhi_ps)(r[i], r[i + 1]), hi1 = OP(unpackhi_ps)(r[i + 2], r[i + 3]);
         r[i] = OP(shuffle_ps)(lo0, lo1, 0x44);
@@ -94,60 +155,165 @@ INLINE void transpose(vec r[V]) {
         r[i + 3] = OP(shuffle_ps)(hi0, hi1, 0xee);
     }
     UNROLL for (int lanes = 1; lanes < V / 4; lanes *= 2) { // then the blocks
-        UNROLL for (int i = 0; i < V; i++) t[i] = r[i];
-        UNROLL for (int i = 0; i < V / 2; i++) {
-            const vec even = t[i / 4 * 8 + i % 4], odd = t[i / 4 * 8 + i % 4 + 4];
+        UNROLL for (int i = 0; i < n; i++) t[i] = r[i];
+        UNROLL for (int i = 0; i < n / 2; i++) {
+            const vec even = t[i / group * 2 * group + i % group];
+            const vec odd = t[i / group * 2 * group + i % group + group];
             r[i] = even_lanes(even, odd);
-            r[i + V / 2] = odd_lanes(even, odd);
+            r[i + n / 2] = odd_lanes(even, odd);
         }
     }
 }
 
-INLINE void pack_rows_as(dpl_gemm_load load, size_t m, size_t kc, const void *src, size_t ld,
-                         size_t w, float *dst) {
+// Dst rows of w, of which V from i on are written and `left` rows are to come: what would be
+// written too much is overwritten, where there is something to come.
+INLINE void store_packed(size_t i, size_t w, size_t left, float *dst, vec x) {
+    store_f32(w - i, w < V && left * w >= V, dst + i, x);
+}
+
+// fp32 out, for kinds F32 and ROUNDED.
+INLINE void rows_as(pack_kind kind, dpl_gemm_load load, size_t m, size_t kc, const void *src,
+                    size_t ld, size_t w, float *dst) {
     for (size_t i0 = 0; i0 < w; i0 += V) {
         for (size_t l0 = 0; l0 < kc; l0 += V) {
             vec r[V];
             UNROLL for (size_t i = 0; i < V; ++i) {
-                if (i0 + i < m) r[i] = load_as(load, kc - l0, src, (i0 + i) * ld + l0);
+                if (i0 + i < m) r[i] = load_as(kind, load, kc - l0, src, (i0 + i) * ld + l0);
                 else r[i] = (vec){0};
             }
-            transpose(r);
-            UNROLL for (size_t l = 0; l < V; ++l) {
-                if (l0 + l < kc)
-                    store_f32(w - i0, w < V && (kc - l0 - l) * w >= V, dst + (l0 + l) * w + i0,
-                              r[l]);
-            }
+            transpose(4, r);
+            UNROLL for (size_t l = 0; l < V; ++l) if (l0 + l < kc)
+                store_packed(i0, w, kc - l0 - l, dst + (l0 + l) * w, r[l]);
         }
     }
 }
 
-INLINE void pack_cols_as(dpl_gemm_load load, size_t m, size_t kc, const void *src, size_t ld,
-                         size_t w, float *dst) {
+INLINE void cols_as(pack_kind kind, dpl_gemm_load load, size_t m, size_t kc, const void *src,
+                    size_t ld, size_t w, float *dst) {
     for (size_t i = 0; i < w; i += V) {
         const size_t n = m > i ? m - i : 0;
-        for (size_t l = 0; l < kc; ++l) {
-            const vec x = load_as(load, n, src, l * ld + i);
-            store_f32(w - i, w < V && (kc - l) * w >= V, dst + l * w + i, x);
+        for (size_t l = 0; l < kc; ++l)
+            store_packed(i, w, kc - l, dst + l * w, load_as(kind, load, n, src, l * ld + i));
+    }
+}
+
+INLINE vec pair_of(vec even, vec odd) {
+    return (vec)((vec_u32)even >> 16 | ((vec_u32)odd & HIGH));
+}
+
+// V pairs along l from src[i] on, n elements of which exist. Pair q stands in lane pair_lane(q).
+INLINE vec load_pairs(dpl_gemm_load load, size_t n, const void *src, size_t i) {
+    if (load == DPL_LOAD_BF16) return load_words(n, (const uint16_t *)src + i);
+    const vec low = load_as(PACK_PAIRS, load, n, src, i);
+    const vec high = load_as(PACK_PAIRS, load, n > V ? n - V : 0, src, i + V);
+    return pair_of(OP(shuffle_ps)(low, high, 0x88), OP(shuffle_ps)(low, high, 0xdd));
+}
+
+INLINE size_t pair_lane(dpl_gemm_load load, size_t q) {
+    if (load == DPL_LOAD_BF16) return q;
+    return q < V / 2 ? q / 2 * 4 + q % 2 : (q - V / 2) / 2 * 4 + 2 + q % 2;
+}
+
+INLINE void rows_pairs_as(dpl_gemm_load load, size_t m, size_t kc, const void *src, size_t ld,
+                          size_t w, float *dst) {
+    const size_t n_pairs = (kc + 1) / 2;
+    for (size_t i0 = 0; i0 < w; i0 += V) {
+        for (size_t q0 = 0; q0 < n_pairs; q0 += V) {
+            vec r[V];
+            UNROLL for (size_t i = 0; i < V; ++i) {
+                if (i0 + i < m) r[i] = load_pairs(load, kc - 2 * q0, src, (i0 + i) * ld + 2 * q0);
+                else r[i] = (vec){0};
+            }
+            transpose(4, r);
+            UNROLL for (size_t q = 0; q < V; ++q) if (q0 + q < n_pairs)
+                store_packed(i0, w, n_pairs - q0 - q, dst + (q0 + q) * w, r[pair_lane(load, q)]);
+        }
+    }
+}
+
+INLINE void cols_pairs_as(dpl_gemm_load load, size_t m, size_t kc, const void *src, size_t ld,
+                          size_t w, float *dst) {
+    const size_t n_pairs = (kc + 1) / 2;
+    for (size_t i = 0; i < w; i += V) {
+        const size_t n = m > i ? m - i : 0;
+        for (size_t q = 0; q < n_pairs; ++q) {
+            const vec even = load_as(PACK_PAIRS, load, n, src, 2 * q * ld + i);
+            const size_t n_odd = 2 * q + 1 < kc ? n : 0;
+            const vec odd = load_as(PACK_PAIRS, load, n_odd, src, (2 * q + (n_odd > 0)) * ld + i);
+            store_packed(i, w, n_pairs - q, dst + q * w, pair_of(even, odd));
         }
     }
 }
 
 // A copy for each way to load, so that the loops do not ask.
-#define PACK(name)                                                                        \
-    static void name(dpl_gemm_load load, size_t m, size_t kc, const void *src, size_t ld, \
-                     size_t w, float *dst) {                                              \
-        if (load == DPL_LOAD_F32) name##_as(DPL_LOAD_F32, m, kc, src, ld, w, dst);        \
-        else if (load == DPL_LOAD_BF16) name##_as(DPL_LOAD_BF16, m, kc, src, ld, w, dst); \
-        else name##_as(DPL_LOAD_ROUNDED, m, kc, src, ld, w, dst);                         \
+#define EACH_LOAD(call)                                    \
+    if (load == DPL_LOAD_F32) call(DPL_LOAD_F32);          \
+    else if (load == DPL_LOAD_BF16) call(DPL_LOAD_BF16);   \
+    else if (load == DPL_LOAD_PART2) call(DPL_LOAD_PART2); \
+    else call(DPL_LOAD_PART3);
+#define PACK(name, body)                                                                         \
+    static inline void name(dpl_gemm_load load, size_t m, size_t kc, const void *src, size_t ld, \
+                            size_t w, void *dst) {                                               \
+        body                                                                                     \
     }
-PACK(pack_rows)
-PACK(pack_cols)
+#define ROWS_F32(how)     rows_as(PACK_F32, how, m, kc, src, ld, w, dst)
+#define COLS_F32(how)     cols_as(PACK_F32, how, m, kc, src, ld, w, dst)
+#define ROWS_ROUNDED(how) rows_as(PACK_ROUNDED, how, m, kc, src, ld, w, dst)
+#define COLS_ROUNDED(how) cols_as(PACK_ROUNDED, how, m, kc, src, ld, w, dst)
+#define ROWS_PAIRS(how)   rows_pairs_as(how, m, kc, src, ld, w, dst)
+#define COLS_PAIRS(how)   cols_pairs_as(how, m, kc, src, ld, w, dst)
+#define ZERO_ODD \
+    if (kc % 2) memset((float *)dst + kc * w, 0, w * sizeof(float));
+PACK(rows_f32, if (load == DPL_LOAD_BF16) ROWS_F32(DPL_LOAD_BF16); else ROWS_F32(DPL_LOAD_F32);)
+PACK(cols_f32, if (load == DPL_LOAD_BF16) COLS_F32(DPL_LOAD_BF16); else COLS_F32(DPL_LOAD_F32);)
+PACK(rows_rounded, EACH_LOAD(ROWS_ROUNDED) ZERO_ODD)
+PACK(cols_rounded, EACH_LOAD(COLS_ROUNDED) ZERO_ODD)
+PACK(rows_pairs, EACH_LOAD(ROWS_PAIRS))
+PACK(cols_pairs, EACH_LOAD(COLS_PAIRS))
+
+// Within each 64 bits (two l, each a pair along i) the middle words change places: so the pairs go
+// along l. What is left is a transposition of elements of 64 bits: two pairs.
+static inline void pairs_pairs(dpl_gemm_load load, size_t m, size_t kc, const void *src, size_t ld,
+                               size_t w, void *dst) {
+    (void)load;
+    const size_t n_rows = (m + 1) / 2;
+    for (size_t p0 = 0; p0 < w / 2; p0 += V / 2) {
+        for (size_t l0 = 0; l0 < kc; l0 += V) {
+            vec r[V / 2];
+            UNROLL for (size_t p = 0; p < V / 2; ++p) {
+                if (p0 + p < n_rows)
+                    r[p] = swap_middle(OP(loadu_ps)((const float *)src + (p0 + p) * ld + l0));
+                else r[p] = (vec){0};
+            }
+            transpose(2, r);
+            UNROLL for (size_t q = 0; q < V / 2; ++q)
+                OP(storeu_ps)((float *)dst + (l0 / 2 + q) * w + 2 * p0, r[q]);
+        }
+    }
+}
+
+/* ---- panels ---------------------------------------------------------------------------------- */
+static inline void take(size_t m, size_t n, const float *src, size_t ld, float *c) {
+    for (size_t i = 0; i < m; ++i)
+        UNROLL for (size_t j = 0; j < 32; j += V) if (j < n)
+            OP(storeu_ps)(c + i * 32 + j, load_f32(n - j, src + i * ld + j));
+}
+
+static inline void put(size_t m, size_t n, const float *c, dpl_dtype dtype, void *dst, size_t ld) {
+    for (size_t i = 0; i < m; ++i) {
+        UNROLL for (size_t j = 0; j < 32; j += V) {
+            const vec x = OP(loadu_ps)(c + i * 32 + j);
+            if (j >= n) continue;
+            if (dtype == DPL_F32) store_f32(n - j, false, (float *)dst + i * ld + j, x);
+            else store_bf16(n - j, (uint16_t *)dst + i * ld + j, round_to_bf16(x));
+        }
+    }
+}
 
 /* ---- peak ------------------------------------------------------------------------------------ */
 #define CHAINS 12 // more than latency times throughput of a multiply-add
 
-static double peak_fma(size_t n_rounds, float *sink) {
+static inline double peak_fma(size_t n_rounds, float *sink) {
     vec acc[CHAINS];
     const vec scale = OP(set1_ps)(sink[32]), shift = OP(set1_ps)(sink[33]);
     UNROLL for (int i = 0; i < CHAINS; ++i) acc[i] = OP(set1_ps)(sink[i]);
@@ -158,4 +324,15 @@ static double peak_fma(size_t n_rounds, float *sink) {
     return (double)n_rounds * CHAINS * V * 2;
 }
 
-#define GEMM_KERNELS MR, tile, pack_rows, pack_cols, peak_fma
+/* ---- tables ---------------------------------------------------------------------------------- */
+#define GEMM_F32(level)                                                                   \
+    {                                                                                     \
+        level, MR, DPL_GEMM_KC, 1, 4, 4, 1, DPL_GEMM_BLOCK, tile_f32, rows_f32, cols_f32, \
+            rows_f32, cols_f32, NULL, take, put, NULL, NULL, peak_fma                     \
+    }
+#define GEMM_BF16(level)                                                                    \
+    {                                                                                       \
+        level, MR, 2 * DPL_GEMM_KC, 2, 4, 2, 2, DPL_GEMM_BLOCK, tile_pairs, rows_rounded,   \
+            cols_rounded, rows_pairs, cols_pairs, pairs_pairs, take, put, flush_subnormals, \
+            restore_subnormals, peak_fma                                                    \
+    }

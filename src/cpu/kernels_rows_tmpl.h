@@ -76,8 +76,6 @@ static inline float float_of(uint32_t u) {
     return (word){.u = u}.f;
 }
 
-#define INLINE static inline __attribute__((always_inline))
-
 // A kernel that computes `expression` for each i < n.
 #define ELEMENTWISE(name, expression, ...)           \
     static void row_##name(__VA_ARGS__, size_t n) {  \

@@ -30,8 +30,9 @@ static inline dpl_mat dpl_mat_at(dpl_mat m, size_t row, size_t col) {
 
 /* ---- grouped GEMM (gemm.c) -------------------------------------------------------------------
  * A weight of n_groups groups is logically (n_groups, n, k): y = x W^T. In memory a group is a row
- * of panels of DPL_PANEL outputs, [n / 32][k][32], the last panel padded with zeros. Master
- * weights, gradients and moments share this order. */
+ * of panels of DPL_PANEL outputs, [n / 32][k][32], the last panel and an odd k padded with zeros.
+ * Master weights, gradients and moments share this order. In BF16 each two rows of a panel are
+ * interleaved, [n / 32][k / 2][32][2]: as products of pairs of bf16 want them. */
 
 #define DPL_PANEL 32
 
@@ -42,11 +43,20 @@ typedef struct dpl_weight {
     float *grad; // of the same shape, in F32; NULL: not wanted
 } dpl_weight;
 
-static inline size_t dpl_panel_elems(size_t n, size_t k) {
-    return dpl_round_up(n, DPL_PANEL) * k;
+static inline size_t dpl_panel_depth(size_t k) {
+    return dpl_round_up(k, 2);
 }
+static inline size_t dpl_panel_elems(size_t n, size_t k) {
+    return dpl_round_up(n, DPL_PANEL) * dpl_panel_depth(k);
+}
+// Of element (n, k) in F32.
 static inline size_t dpl_panel_index(size_t n, size_t k, size_t k_total) {
-    return (n / DPL_PANEL) * DPL_PANEL * k_total + k * DPL_PANEL + n % DPL_PANEL;
+    return (n / DPL_PANEL * dpl_panel_depth(k_total) + k) * DPL_PANEL + n % DPL_PANEL;
+}
+
+// The place in BF16 of what stands at i in F32.
+static inline size_t dpl_pair_index(size_t i) {
+    return i / 64 * 64 + i % 32 * 2 + i / 32 % 2;
 }
 
 // Rows of group g are offsets[g] .. offsets[g+1]-1, offsets non-decreasing, offsets[0] = 0. Rows
@@ -61,7 +71,8 @@ static inline dpl_groups dpl_one_group(size_t n_rows) {
 }
 
 // Operands are used as they are with an F32 weight; with a BF16 weight the activations are rounded
-// to bf16 as well. Sums are fp32: FMA chains over k in blocks of a fixed length, added in order.
+// to bf16 as well. Sums are fp32: chains over k in blocks of a fixed length, added in order
+// (kernels.h). With ctx->f32_parts, F32 operands are split: see dpl_ctx.
 // y (rows, n) = x (rows, k) W_g^T
 void dpl_gemm_forward(dpl_ctx *ctx, dpl_mat x, const dpl_weight *w, dpl_groups groups, dpl_mat y);
 // dx (rows, k) = dy (rows, n) W_g, or += with accumulate (dx is then F32)
@@ -122,7 +133,7 @@ void dpl_zero(dpl_ctx *ctx, void *p, size_t bytes);
 // table: row-major (v, d) F32, or panels of (n = v, k = d) when in_panels (tied with the head).
 void dpl_embed_forward(dpl_ctx *ctx, const float *table, bool in_panels, const int32_t *ids,
                        size_t n_rows, size_t v, size_t d, dpl_mat y);
-// dtable += in row order for each id (no atomics).
+// dtable += in row order for each id (no atomics). ids NULL: all 0, as the gradient of a bias wants.
 void dpl_embed_backward(dpl_ctx *ctx, dpl_mat dy, const int32_t *ids, bool in_panels, size_t n_rows,
                         size_t v, size_t d, float *dtable);
 
@@ -215,6 +226,7 @@ void dpl_adamw_step(dpl_ctx *ctx, const dpl_adamw *a, const float *grad, size_t 
                     float *m, float *v, uint16_t *copy);
 // Of x, or of its squares, in fixed chunks, in order. Not finite if any x is not.
 void dpl_sum(dpl_ctx *ctx, const float *x, bool squares, size_t n, double *sum_out);
+// The copy alone: weights in panels (whose BF16 order it has), n a multiple of 64.
 void dpl_to_bf16(dpl_ctx *ctx, const float *x, size_t n, uint16_t *y);
 
 // Multiply-adds in fp32 registers, as FLOP/s: the sum of each thread's best while all work; 0

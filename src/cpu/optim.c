@@ -23,7 +23,7 @@ static void update(const void *args, const dpl_part *part) {
         const size_t n = DPL_MIN(DPL_ROW_BLOCK, part->end - i);
         float *param = a->param + i;
         if (a->grad) part->k->adamw(&a->rule, a->grad + i, param, a->m + i, a->v + i, n);
-        if (a->copy) part->k->to_bf16(param, a->copy + i, n);
+        if (a->copy) part->k->to_bf16_pairs(param, a->copy + i, n);
     }
 }
 

@@ -10,7 +10,7 @@ static void peak_task(const void *args, const dpl_part *part) {
     double *best = *(double *const *)args + part->i_thread; // operations a second
     float sink[34];
     for (size_t i = 0; i < DPL_COUNT(sink); i++) sink[i] = 0.5f;
-    const double start = dpl_now(), done = part->g->peak_fma(ROUNDS, sink);
+    const double start = dpl_now(), done = part->g[DPL_F32].peak(ROUNDS, sink);
     *best = DPL_MAX(*best, done / (dpl_now() - start));
 }
 

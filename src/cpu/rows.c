@@ -333,8 +333,9 @@ static void embed_backward(const void *args, const dpl_part *part) {
     const size_t count = part->end - part->first;
     float buf[EMBED_COLS];
     for (size_t row = 0; row < a->n_rows; row++) {
-        if (a->ids[row] < 0 || (size_t)a->ids[row] >= a->v) continue;
-        const size_t id = (size_t)a->ids[row];
+        const int32_t signed_id = a->ids ? a->ids[row] : 0;
+        if (signed_id < 0 || (size_t)signed_id >= a->v) continue;
+        const size_t id = (size_t)signed_id;
         const float *dy = dpl_row_load(part->k, a->dy, row, part->first, count, buf);
         float *to = a->dtable + (a->in_panels ? dpl_panel_index(id, part->first, a->d)
                                               : id * a->d + part->first);

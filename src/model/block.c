@@ -32,14 +32,12 @@ void dpl_linear_forward(dpl_model *m, int layer, dpl_param_id id, dpl_mat x, siz
 
 void dpl_linear_backward(dpl_model *m, int layer, dpl_param_id id, dpl_mat dy, dpl_mat x,
                          size_t n_rows, dpl_mat dx, bool accumulate) {
-    static const float one = 1; // a bias is the weight of an input that is always 1
     const dpl_param *bias = bias_of(m, layer, id);
     const dpl_weight w = dpl_model_weight(m, dpl_model_param(m, layer, id));
     const dpl_groups rows = dpl_one_group(n_rows);
     const dpl_phase before = dpl_ctx_phase(m->ctx, DPL_PHASE_GEMM);
     if (bias)
-        dpl_gemm_wgrad(m->ctx, dy, dpl_mat_f32(&one, 0), rows, bias->k, 1, DPL_F32,
-                       dpl_model_grad(m, bias));
+        dpl_embed_backward(m->ctx, dy, NULL, false, n_rows, 1, bias->k, dpl_model_grad(m, bias));
     dpl_gemm_dgrad(m->ctx, dy, &w, rows, dx, accumulate);
     dpl_weight_grad(m->ctx, dy, x, rows, &w);
     dpl_ctx_phase(m->ctx, before);

@@ -49,7 +49,7 @@ static void add_param(dpl_model *m, int layer, const spec *r) {
     const size_t elems = r->n_groups *
                          (r->kind <= DPL_GATE_UP ? dpl_panel_elems(n, r->k) : n * r->k);
     *param = (dpl_param){r->id, r->kind, layer, r->n_groups, n, r->k, p->elems, elems, m->n_disk};
-    p->elems += dpl_round_up(elems, DPL_ALIGN / sizeof(float));
+    p->elems += dpl_round_up(elems, 2 * DPL_PANEL); // two rows of a panel: dpl_to_bf16
     m->by_id[(size_t)(layer + 1) * DPL_P_N + r->id] = param;
     for (size_t group = 0; group < r->n_groups; group++)
         for (int part = 0; part < 1 + two; part++) add_disk(m, r, layer, param, group, part);

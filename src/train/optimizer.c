@@ -170,7 +170,8 @@ double dpl_optimizer_apply(dpl_optimizer *opt, double rate, double norm) {
         if (!opt->trains[i]) continue;
         const dpl_param *param = &model->params.list[i];
         const size_t at = param->offset;
-        uint16_t *copy = model->params.copy ? model->params.copy + at : NULL;
+        const bool copied = model->params.copy && param->kind <= DPL_GATE_UP;
+        uint16_t *copy = copied ? model->params.copy + at : NULL;
         rule.decay = opt->decays[i] ? (float)o->adam_weight_decay : 0.0f;
         dpl_adamw_step(model->ctx, &rule, dpl_model_grad(model, param), param->elems,
                        dpl_model_values(model, param), opt->m + at, opt->v + at, copy);
