@@ -269,6 +269,8 @@ run inspect runs/a --json && expect 0 '"checksums": ?"verified"' -
 python3 -c 'import json; json.load(open("out"))' 2> /dev/null || ! command -v python3 > /dev/null ||
     bad "inspect --json is not JSON: $(cat out)"
 run inspect tiny.yml --memory num_experts=16 && expect 0 '^  experts: +16$' -
+[ "$(sed -n '/bytes per parameter/,$s/.* //p' out | grep -v : | tr '\n' ' ')" = "4 4 8 0 16 4 4 8 2 18 " ] ||
+    bad "$last: bytes per parameter: $(sed -n '/bytes per parameter/,$p' out)"
 match out '^  moments bytes: '
 run inspect runs/a/checkpoints/3/config.json && expect 0 '^kind: +configuration$' -
 run inspect none.yml && expect 1 - 'cannot find none.yml'

@@ -72,13 +72,20 @@ static json_t *sizes(const dpl_model_config *c) {
                      c->max_positions);
 }
 
+static json_t *bytes_per_parameter(int copy) {
+    return json_pack("{s:i, s:i, s:i, s:i, s:i}", "master", 4, "gradient", 4, "moments", 8,
+                     "compute_copy", copy, "all", 16 + copy);
+}
+
 static json_t *memory(const dpl_model_config *c, const dpl_model_info *info, bool bf16) {
     const uint64_t n = info->n_params + info->n_mtp_params, copy = bf16 ? 2 * n : 0;
     const uint64_t n_bias = (c->n_layers - c->n_dense + c->n_mtp) * c->n_experts * c->routed_bias;
-    return json_pack("{s:I, s:I, s:I, s:I, s:I, s:I}", "weights_bytes", 4 * (n + n_bias),
-                     "compute_copy_bytes", copy, "gradients_bytes", 4 * n, "moments_bytes", 8 * n,
-                     "training_bytes_without_activations", 16 * n + copy + 4 * n_bias,
-                     "generation_cache_bytes_per_token", info->cache_bytes_per_token);
+    return json_pack("{s:I, s:I, s:I, s:I, s:I, s:I, s:{s:o, s:o}}", "weights_bytes",
+                     4 * (n + n_bias), "compute_copy_bytes", copy, "gradients_bytes", 4 * n,
+                     "moments_bytes", 8 * n, "training_bytes_without_activations",
+                     16 * n + copy + 4 * n_bias, "generation_cache_bytes_per_token",
+                     info->cache_bytes_per_token, "bytes_per_parameter", "float32",
+                     bytes_per_parameter(0), "bfloat16", bytes_per_parameter(2));
 }
 
 static void add(json_t *object, const char *key, uint64_t n) {
