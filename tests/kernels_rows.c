@@ -111,6 +111,29 @@ static void check_scale(kernel_test *t) {
     KERNEL_BENCH(t, N_BENCH, "elem", t->k->rows.scale(1, x, N_BENCH));
 }
 
+static void check_sum_rows(kernel_test *t) {
+    const void *rows[7], *floats[7];
+    EACH_SIZE(t, n) {
+        const size_t n_rows = kernel_pick(t, 1, 7);
+        const dpl_dtype type = n % 2 ? DPL_BF16 : DPL_F32;
+        float *y = kernel_random(t, n), *want = copy_of(t, y, n);
+        for (size_t i = 0; i < n_rows; ++i) {
+            float *x = kernel_floats(t, n);
+            const uint16_t *h = kernel_random_bf16(t, n);
+            for (size_t j = 0; j < n; ++j) x[j] = dpl_bf16_to_f32(h[j]);
+            floats[i] = x;
+            rows[i] = type == DPL_F32 ? floats[i] : h;
+        }
+        t->k->rows.sum_rows(type, rows, n_rows, n_rows % 2, y, n);
+        t->ref->rows.sum_rows(DPL_F32, floats, n_rows, n_rows % 2, want, n);
+        kernel_same(t, "sum of rows", y, want, n * sizeof *y);
+    }
+    t->aligned = true;
+    for (size_t i = 0; i < 4; ++i) rows[i] = kernel_random_bf16(t, N_BENCH);
+    float *y = kernel_random(t, N_BENCH);
+    KERNEL_BENCH(t, 4 * N_BENCH, "elem", t->k->rows.sum_rows(DPL_BF16, rows, 4, false, y, N_BENCH));
+}
+
 static void check_exp(kernel_test *t) {
     EACH_SIZE(t, n) {
         float *x = kernel_random(t, n);
@@ -330,6 +353,7 @@ const kernel_entry kernel_row_entries[] = {
     {"row_axpy", check_axpy},
     {"row_add", check_add},
     {"row_scale", check_scale},
+    {"row_sum_rows", check_sum_rows},
     {"row_exp_sub_sum", check_exp},
     {"row_sigmoid", check_sigmoid},
     {"row_to_bf16", check_to_bf16},

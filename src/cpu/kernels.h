@@ -84,6 +84,9 @@ typedef struct dpl_row_kernels {
     void (*axpy)(float a, const float *x, float *y, size_t n); // y += a * x
     void (*add)(const float *a, const float *b, float *y, size_t n);
     void (*scale)(float a, float *x, size_t n);
+    // y (= or +=) the sum of n elements of each row, of one type, added in order; n_rows > 0
+    void (*sum_rows)(dpl_dtype type, const void *const *rows, size_t n_rows, bool accumulate,
+                     float *y, size_t n);
     // y = exp(x - sub), returns the sum of y. exp is good to 2 ulp; -inf gives 0, NaN gives NaN.
     float (*exp_sub_sum)(const float *x, float sub, float *y, size_t n);
     void (*sigmoid)(const float *x, float *y, size_t n);

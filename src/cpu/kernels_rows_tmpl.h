@@ -204,6 +204,38 @@ static inline reg times_power(reg p, reg n) {
 #endif
 }
 
+INLINE reg load_any(dpl_dtype type, const void *x, size_t i) {
+    reg_u16 h;
+    if (type == DPL_F32) return load((const float *)x + i);
+    memcpy(&h, (const uint16_t *)x + i, sizeof h);
+    return (reg)(__builtin_convertvector(h, reg_u32) << 16);
+}
+
+INLINE float at_any(dpl_dtype type, const void *x, size_t i) {
+    return type == DPL_F32 ? ((const float *)x)[i] : dpl_bf16_to_f32(((const uint16_t *)x)[i]);
+}
+
+INLINE void sum_rows(dpl_dtype type, const void *const *rows, size_t n_rows, bool accumulate,
+                     float *y, size_t n) {
+    size_t j = 0;
+    for (; j + REG <= n; j += REG) {
+        reg sum = load_any(type, rows[0], j);
+        for (size_t i = 1; i < n_rows; i++) sum += load_any(type, rows[i], j);
+        store(y + j, accumulate ? load(y + j) + sum : sum);
+    }
+    for (; j < n; j++) {
+        float sum = at_any(type, rows[0], j);
+        for (size_t i = 1; i < n_rows; i++) sum += at_any(type, rows[i], j);
+        y[j] = accumulate ? y[j] + sum : sum;
+    }
+}
+
+static void row_sum_rows(dpl_dtype type, const void *const *rows, size_t n_rows, bool accumulate,
+                         float *y, size_t n) {
+    if (type == DPL_F32) sum_rows(DPL_F32, rows, n_rows, accumulate, y, n);
+    else sum_rows(DPL_BF16, rows, n_rows, accumulate, y, n);
+}
+
 // exp without branches: x = n ln 2 + r, |r| <= ln 2 / 2, and a polynomial for e^r whose relative
 // error is at most 3.1e-9 (by Remez' exchange with the first two coefficients held at 1).
 static inline reg exp_reg(reg x) {
@@ -353,7 +385,8 @@ static void row_adamw(const dpl_adamw *rule, const float *grad, float *param, fl
     }
 }
 
-#define ROW_KERNELS                                                                            \
-    row_max, row_dot, row_sum_f64, row_axpy, row_add, row_scale, row_exp_sub_sum, row_sigmoid, \
-        row_to_bf16, row_to_bf16_pairs, row_from_bf16, row_norm_forward, row_norm_dot,         \
-        row_norm_backward, row_rope, row_swiglu_forward, row_swiglu_backward, row_adamw
+#define ROW_KERNELS                                                                             \
+    row_max, row_dot, row_sum_f64, row_axpy, row_add, row_scale, row_sum_rows, row_exp_sub_sum, \
+        row_sigmoid, row_to_bf16, row_to_bf16_pairs, row_from_bf16, row_norm_forward,           \
+        row_norm_dot, row_norm_backward, row_rope, row_swiglu_forward, row_swiglu_backward,     \
+        row_adamw

@@ -252,11 +252,9 @@ static size_t source_of(const gather_args *a, size_t row) {
 }
 
 // Rows lie anywhere, so the hardware does not see the next one coming.
-static void fetch_ahead(const gather_args *a, size_t from) {
-    if (from == NO_ROW || !a->map || a->in_panels) return;
-    const uint8_t *row = dpl_mat_row(a->from, from);
-    const size_t bytes = a->d * dpl_dtype_bytes(a->from.dtype);
-    for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i, 0, 2);
+static void fetch_row(dpl_mat m, size_t row, size_t d) {
+    const uint8_t *p = dpl_mat_row(m, row);
+    for (size_t i = 0; i < d * dpl_dtype_bytes(m.dtype); i += 64) __builtin_prefetch(p + i, 0, 2);
 }
 
 static void gather_row(const gather_args *a, const dpl_row_kernels *k, size_t from, size_t row) {
@@ -284,7 +282,7 @@ static void gather_rows(const void *args, const dpl_part *part) {
     for (size_t row = part->first; row < part->end; row++) {
         const size_t from = next;
         next = source_of(a, row + 1);
-        fetch_ahead(a, next);
+        if (next != NO_ROW && a->map && !a->in_panels) fetch_row(a->from, next, a->d);
         if (from == NO_ROW) memset(dpl_mat_row(a->to, row), 0, a->d * dpl_dtype_bytes(a->to.dtype));
         else if (a->in_panels) gather_panel_row(a, part->k, from, row);
         else gather_row(a, part->k, from, row);
@@ -363,34 +361,27 @@ typedef struct combine_args {
     float *slot_value;
 } combine_args;
 
-// n columns of one token.
+// n columns of one token. `from` holds top_k pointers.
 static void combine_block(const combine_args *a, const dpl_row_kernels *k, size_t token, size_t col,
-                          size_t n) {
-    float sum[DPL_ROW_BLOCK], row[DPL_ROW_BLOCK];
+                          size_t n, const void **from) {
+    float buf[DPL_ROW_BLOCK], *to = dpl_row_target(a->y, token, col, buf);
     const int32_t *slot_row = a->slot_row + token * a->top_k;
-    float *to = a->accumulate ? sum : dpl_row_target(a->y, token, col, sum);
-    bool any = false;
-    for (size_t i = 0; i < a->top_k; i++) {
-        if (slot_row[i] < 0) continue;
-        const float *x = dpl_row_load(k, a->rows, (size_t)slot_row[i], col, n, row);
-        if (any) k->add(to, x, to, n);
-        else memcpy(to, x, n * sizeof *to);
-        any = true;
-    }
-    if (!any) memset(to, 0, n * sizeof *to);
-    if (!a->accumulate) {
-        dpl_row_store(k, a->y, token, col, to, n);
-    } else if (any) {
-        float *total = dpl_mat_at(a->y, token, col).p;
-        k->add(total, sum, total, n);
-    }
+    size_t n_from = 0;
+    for (size_t i = 0; i < a->top_k; i++)
+        if (slot_row[i] >= 0) from[n_from++] = dpl_mat_at(a->rows, (size_t)slot_row[i], col).p;
+    if (n_from > 0) k->sum_rows(a->rows.dtype, from, n_from, a->accumulate, to, n);
+    else if (!a->accumulate) memset(to, 0, n * sizeof *to);
+    if (a->y.dtype == DPL_BF16) dpl_row_store(k, a->y, token, col, to, n);
 }
 
 static void combine_rows(const void *args, const dpl_part *part) {
     const combine_args *a = args;
     for (size_t token = part->first; token < part->end; token++) {
+        for (size_t slot = (token + 1) * a->top_k; slot < (token + 2) * a->top_k; slot++)
+            if (token + 1 < part->end && a->slot_row[slot] >= 0)
+                fetch_row(a->rows, (size_t)a->slot_row[slot], a->d);
         DPL_EACH_BLOCK(col, n, a->d)
-        combine_block(a, part->k, token, col, n);
+        combine_block(a, part->k, token, col, n, part->scratch);
         if (!a->row_value) continue;
         for (size_t slot = token * a->top_k; slot < (token + 1) * a->top_k; slot++)
             a->slot_value[slot] = a->slot_row[slot] < 0 ? 0 : a->row_value[a->slot_row[slot]];
