@@ -1,8 +1,10 @@
-// kernels_avx512_bf16.c - the product of bf16 pairs by VDPBF16PS.
+// kernels_avx512_bf16.c - the product of bf16 pairs by VDPBF16PS, and rows that are rounded to bf16
+// by an instruction.
 //
 // On some processors it has twice the speed of multiply-adds, on others half. Their results are the
 // same bits, so both are in the table and what is faster here is used.
 #include "cpu/kernels_avx512.h"
+#include "cpu/kernels_rows_tmpl.h"
 
 #define DOT(i)                                                   \
     if (i < m) {                                                 \
@@ -37,4 +39,5 @@ void dpl_kernels_avx512_bf16(dpl_kernels *k) {
     g->enter = NULL;
     g->leave = NULL;
     g->peak = peak_dot;
+    k->rows = (dpl_row_kernels){ROW_KERNELS};
 }
