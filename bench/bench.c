@@ -4,6 +4,7 @@
 #include <stdlib.h>
 
 #include "bench.h"
+#include "cpu/kernels.h"
 
 static const struct {
     const char *name, *keys;
@@ -16,6 +17,8 @@ static const struct {
      "dtype=f32|bf16 experts= top_k= d= f= shared= rows= skew=balanced|zipf|hot threads= runs= "
      "mbytes=",
      dpl_bench_run_layer},
+    {"experts", "dtype=f32|bf16 experts= rows= d= f= skew=balanced|zipf|hot threads= runs= mbytes=",
+     dpl_bench_run_experts},
     {"step", "CONFIG runs= warmup= step_profile=true, and all keys of a configuration",
      dpl_bench_run_step},
     {"report", "FILE.md", dpl_bench_run_report},
@@ -105,6 +108,37 @@ void *dpl_bench_numbers(size_t n, dpl_dtype dtype) {
         else ((uint16_t *)p)[i] = dpl_f32_to_bf16(value);
     }
     return p;
+}
+
+const char *const dpl_bench_dtypes[3] = {[DPL_F32] = "f32", [DPL_BF16] = "bf16"};
+
+const char *dpl_bench_kernel(const dpl_ctx *ctx, dpl_dtype dtype) {
+    return ctx->kernels->gemm[dtype].name;
+}
+
+static double limit_s(const dpl_bench_work *w, const dpl_bench_limits *limits, dpl_dtype class,
+                      bool *is_bytes_out) {
+    const double bytes_s = w->read_bytes / limits->read_bytes + w->rw_bytes / limits->rw_bytes;
+    const double flops_s = w->flops / limits->flops[class];
+    *is_bytes_out = bytes_s > flops_s;
+    return DPL_MAX(flops_s, bytes_s);
+}
+
+dpl_status dpl_bench_report(json_t *row, const dpl_bench_work *work, const dpl_bench_limits *limits,
+                            double seconds, bool json) {
+    bool fma_bytes, bytes;
+    const double fma_s = limit_s(work, limits, DPL_F32, &fma_bytes);
+    const double least_s = limit_s(work, limits, work->dtype, &bytes);
+    json_t *found = json_pack(
+        "{sf sf sf ss sf sf}", "median_us", seconds * 1e6, "gflops", work->flops / seconds * 1e-9,
+        "gbs", (work->read_bytes + work->rw_bytes) / seconds * 1e-9, "limit",
+        bytes ? "bytes" : "flops", "limit_us", least_s * 1e6, "fraction", least_s / seconds);
+    if (work->dtype == DPL_BF16)
+        json_object_set_new(found, "fraction_fma", json_real(fma_s / seconds));
+    const bool good = json_object_update(row, found) == 0; // false without either
+    json_decref(found);
+    if (!good) json_decref(row);
+    return dpl_bench_print(good ? row : NULL, json);
 }
 
 static json_t *collected; // rows go here instead, where it is set

@@ -33,16 +33,29 @@ bool dpl_bench_args_done(dpl_bench_args *args);
 
 // What all threads of a context can do together.
 typedef struct dpl_bench_limits {
-    double flops;                // fp32 multiply and add, a second
+    double flops[2];             // multiply and add a second, by dpl_dtype: of the operands' class
     double read_bytes, rw_bytes; // a second, of memory that no cache holds; rw counts both ways
 } dpl_bench_limits;
 dpl_status dpl_bench_machine(dpl_ctx *ctx, size_t test_bytes, dpl_bench_limits *limits_out);
+
+// What one run does: operations of a class, bytes read, bytes read and written (both counted).
+typedef struct dpl_bench_work {
+    dpl_dtype dtype;
+    double flops, read_bytes, rw_bytes;
+} dpl_bench_work;
+// Prints the row after adding to it what was measured, its limit, and the fraction reached; for
+// bf16 also the fraction of what fp32 arithmetic would allow: the two classes differ in peak.
+dpl_status dpl_bench_report(json_t *row, const dpl_bench_work *work, const dpl_bench_limits *limits,
+                            double seconds, bool json);
 
 // Runs fn(arg) once to warm up and then `runs` times; returns the median in seconds.
 #define DPL_BENCH_RUNS_MAX 1000 // more are cut to it
 double dpl_bench_median(size_t runs, void (*fn)(void *arg), void *arg);
 double dpl_bench_middle(double *seconds, size_t n); // sorts them; n > 0
 void *dpl_bench_numbers(size_t n, dpl_dtype dtype); // for dpl_free(); NULL without memory
+
+const char *dpl_bench_kernel(const dpl_ctx *ctx, dpl_dtype dtype); // of products
+extern const char *const dpl_bench_dtypes[3]; // by dpl_dtype; for dpl_bench_choice
 
 // One line: the row as JSON, or its values after their names. Takes the row; NULL is no memory.
 dpl_status dpl_bench_print(json_t *row, bool json);
@@ -53,6 +66,7 @@ void dpl_bench_collect(json_t *rows);
 int dpl_bench_run_machine(dpl_bench_args *args);
 int dpl_bench_run_gemm(dpl_bench_args *args);
 int dpl_bench_run_layer(dpl_bench_args *args);
+int dpl_bench_run_experts(dpl_bench_args *args);
 int dpl_bench_run_step(dpl_bench_args *args);
 int dpl_bench_run_report(dpl_bench_args *args);
 

@@ -53,8 +53,9 @@ dpl_status dpl_bench_machine(dpl_ctx *ctx, size_t test_bytes, dpl_bench_limits *
     run.data = dpl_alloc(run.n_chunks * CHUNK_BYTES);
     run.sums = dpl_alloc_array(run.n_chunks, sizeof *run.sums);
     dpl_status status = DPL_OK;
-    dpl_bench_limits found = {.flops = dpl_measure_peak(ctx)};
-    if (run.data && run.sums && found.flops > 0) {
+    dpl_bench_limits found = {
+        .flops = {dpl_measure_peak(ctx, DPL_F32), dpl_measure_peak(ctx, DPL_BF16)}};
+    if (run.data && run.sums && found.flops[0] > 0 && found.flops[1] > 0) {
         // Writing comes first: memory that was never written is one page of zeros.
         found.rw_bytes = measure_memory(ctx, &run, true);
         found.read_bytes = measure_memory(ctx, &run, false);
@@ -74,6 +75,42 @@ static int failed(dpl_ctx *ctx) {
     return 1;
 }
 
+// The level that a class of products has its kernel from; or, without a class, the rows.
+static const char *level_of(const dpl_ctx *ctx, const dpl_gemm_kernels *used, dpl_dtype class) {
+    dpl_cpu_level level = DPL_CPU_REF;
+    for (dpl_kernels k; level < ctx->level; level++) {
+        dpl_cpu_kernels(level, &k);
+        if (used ? k.gemm[class].tile == used->tile || k.same[class].tile == used->tile
+                 : k.rows.add == ctx->kernels->rows.add)
+            break;
+    }
+    return dpl_cpu_level_name(level);
+}
+
+// One row an operation: which kernel computes it, of which level, and why that one.
+static dpl_status report_kernels(const dpl_ctx *ctx, const dpl_bench_limits *limits, bool json) {
+    static const char *const names[] = {"f32_gemm", "bf16_gemm", "f32_attention", "bf16_attention",
+                                        "rows"};
+    const char *forced = getenv("DPL_CPU");
+    for (size_t i = 0; i < DPL_COUNT(names); ++i) {
+        const dpl_dtype class = i % 2 ? DPL_BF16 : DPL_F32;
+        const bool products = i < 4;
+        const dpl_gemm_kernels *used = products ? &ctx->kernels->gemm[class] : NULL;
+        const char *other = products ? ctx->kernels->same[class].name : NULL;
+        const char *level = level_of(ctx, used, class);
+        char why[128];
+        snprintf(why, sizeof why, "%s%s%s%s",
+                 forced && *forced ? "forced by DPL_CPU" : "best of this machine",
+                 other ? "; faster when measured than " : "", other ? other : "",
+                 other ? ", whose bits are the same" : "");
+        json_t *row = json_pack("{ss ss ss ss ss}", "bench", "machine_kernel", "op", names[i],
+                                "level", level, "kernel", used ? used->name : level, "why", why);
+        if (products) json_object_set_new(row, "gflops", json_real(limits->flops[class] * 1e-9));
+        DPL_TRY(dpl_bench_print(row, json));
+    }
+    return DPL_OK;
+}
+
 int dpl_bench_run_machine(dpl_bench_args *args) {
     const int threads = (int)dpl_bench_size(args, "threads", 0);
     const size_t test_bytes = dpl_bench_size(args, "mbytes", 512) << 20;
@@ -82,11 +119,13 @@ int dpl_bench_run_machine(dpl_bench_args *args) {
     dpl_bench_limits limits;
     if (dpl_ctx_create(threads, false, 0, &ctx) != DPL_OK) return failed(ctx);
     if (dpl_bench_machine(ctx, test_bytes, &limits) != DPL_OK) return failed(ctx);
-    json_t *row = json_pack("{ss si ss sf sf sf}", "bench", "machine", "threads",
+    json_t *row = json_pack("{ss si ss sf sf sf sf}", "bench", "machine", "threads",
                             dpl_ctx_threads(ctx), "level", dpl_ctx_cpu_level(ctx), "gflops",
-                            limits.flops * 1e-9, "read_gbs", limits.read_bytes * 1e-9,
+                            limits.flops[DPL_F32] * 1e-9, "gflops_bf16",
+                            limits.flops[DPL_BF16] * 1e-9, "read_gbs", limits.read_bytes * 1e-9,
                             "read_write_gbs", limits.rw_bytes * 1e-9);
     if (dpl_bench_print(row, args->json) != DPL_OK) return failed(ctx);
+    if (report_kernels(ctx, &limits, args->json) != DPL_OK) return failed(ctx);
     dpl_ctx_close(&ctx);
     return 0;
 }
@@ -116,27 +155,19 @@ static void run_op(void *arg) {
 
 static dpl_status report(const gemm_bench *b, const dpl_bench_limits *limits, double seconds,
                          bool json) {
-    const double rows = (double)(b->n_experts * b->rows),
-                 weights = (double)(b->n_experts * b->n * b->k);
+    const double rows = (double)(b->n_experts * b->rows);
+    const double n = (double)b->n, k = (double)b->k, weights = (double)b->n_experts * n * k;
     const double elem = (double)dpl_dtype_bytes(b->dtype);
-    const double flops = 2 * rows * (double)b->n * (double)b->k;
-    const double in = b->op == 0 ? rows * (double)b->k : rows * (double)b->n;
-    const double out = b->op == 0 ? rows * (double)b->n : rows * (double)b->k;
-    const double bytes = b->op == 2 ? (in + out) * elem + weights * 8 : (in + out + weights) * elem;
-    const double bytes_s = b->op == 2 ? (in + out) * elem / limits->read_bytes +
-                                            weights * 8 / limits->rw_bytes
-                                      : bytes / limits->read_bytes;
-    const double flops_s = flops / limits->flops, limit_s = DPL_MAX(flops_s, bytes_s);
-    return dpl_bench_print(
-        json_pack("{ss ss ss sI sI sI sI si ss sf sf sf ss sf sf}", "bench", "gemm", "op",
-                  op_names[b->op], "dtype", b->dtype == DPL_F32 ? "f32" : "bf16", "experts",
-                  (json_int_t)b->n_experts, "rows", (json_int_t)b->rows, "k", (json_int_t)b->k, "n",
-                  (json_int_t)b->n, "threads", dpl_ctx_threads(b->ctx), "kernel",
-                  dpl_ctx_cpu_level(b->ctx), "median_us", seconds * 1e6, "gflops",
-                  flops / seconds * 1e-9, "gbs", bytes / seconds * 1e-9, "limit",
-                  flops_s >= bytes_s ? "flops" : "bytes", "limit_us", limit_s * 1e6, "fraction",
-                  limit_s / seconds),
-        json);
+    const dpl_bench_work work = {.dtype = b->dtype,
+                                 .flops = 2 * rows * n * k,
+                                 .read_bytes = elem * (rows * (n + k) + (b->op < 2 ? weights : 0)),
+                                 .rw_bytes = b->op < 2 ? 0 : 8 * weights};
+    json_t *row = json_pack("{ss ss ss sI sI sI sI si ss}", "bench", "gemm", "op", op_names[b->op],
+                            "dtype", dpl_bench_dtypes[b->dtype], "experts",
+                            (json_int_t)b->n_experts, "rows", (json_int_t)b->rows, "k",
+                            (json_int_t)b->k, "n", (json_int_t)b->n, "threads",
+                            dpl_ctx_threads(b->ctx), "kernel", dpl_bench_kernel(b->ctx, b->dtype));
+    return dpl_bench_report(row, &work, limits, seconds, json);
 }
 
 // Operands for all three operations, sized by the caller's n_experts, rows, n and k.
@@ -158,22 +189,18 @@ static dpl_status make_operands(gemm_bench *b, int64_t **offsets_out) {
 }
 
 int dpl_bench_run_gemm(dpl_bench_args *args) {
-    const char *op = dpl_bench_text(args, "op", "all"),
-               *dtype = dpl_bench_text(args, "dtype", "f32");
+    const char *const ops[] = {"all", "forward", "dgrad", "wgrad", NULL}; // as op_names
+    const int op = (int)dpl_bench_choice(args, "op", ops);
     gemm_bench b = {.n_experts = dpl_bench_size(args, "experts", 8),
                     .rows = dpl_bench_size(args, "rows", 256),
                     .k = dpl_bench_size(args, "k", 2048),
                     .n = dpl_bench_size(args, "n", 1408)};
     const int threads = (int)dpl_bench_size(args, "threads", 0);
     const size_t runs = dpl_bench_size(args, "runs", 9);
-    bool known = strcmp(op, "all") == 0;
-    for (size_t i = 0; i < DPL_COUNT(op_names); ++i) known |= strcmp(op, op_names[i]) == 0;
-    b.dtype = strcmp(dtype, "bf16") == 0 ? DPL_BF16 : DPL_F32;
+    b.dtype = (dpl_dtype)dpl_bench_choice(args, "dtype", dpl_bench_dtypes);
     if (!dpl_bench_args_done(args)) return 2;
-    if (!known || (b.dtype == DPL_F32 && strcmp(dtype, "f32") != 0) || !b.n_experts || !b.n ||
-        !b.k) {
-        fputs("bench gemm: expected op=forward|dgrad|wgrad|all dtype=f32|bf16, sizes above 0\n",
-              stderr);
+    if (!b.n_experts || !b.n || !b.k) {
+        fputs("bench gemm: expected sizes above 0\n", stderr);
         return 2;
     }
     dpl_bench_limits limits;
@@ -182,7 +209,7 @@ int dpl_bench_run_gemm(dpl_bench_args *args) {
     if (status == DPL_OK) status = dpl_bench_machine(b.ctx, (size_t)512 << 20, &limits);
     if (status == DPL_OK) status = make_operands(&b, &offsets);
     for (b.op = 0; status == DPL_OK && b.op < (int)DPL_COUNT(op_names); ++b.op) {
-        if (strcmp(op, "all") != 0 && strcmp(op, op_names[b.op]) != 0) continue;
+        if (op && op != b.op + 1) continue;
         status = report(&b, &limits, dpl_bench_median(runs, run_op, &b), args->json);
     }
     dpl_free(b.x.p), dpl_free(b.y.p), dpl_free((void *)(uintptr_t)b.w.p);

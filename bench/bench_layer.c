@@ -11,7 +11,6 @@
 #include "cpu/kernels.h"
 
 static const char *const skews[] = {"balanced", "zipf", "hot", NULL};
-static const char *const dtypes[] = {"f32", "bf16", NULL};
 enum { BALANCED, ZIPF, HOT }; // skews
 
 typedef struct layer_bench {
@@ -95,21 +94,19 @@ static dpl_status report(const layer_bench *b, const dpl_bench_limits *limits, d
     const double passes = b->backward ? 2 : 1; // the backward pass has twice the operations
     const double flops = (2 * passes - 1) * 2 * T * (router + 3 * d * ((double)K * f + shared_f));
     const double dx = b->backward ? 4 * T * d : 0;
-    const double read = passes * (4 * router + elem * (weights + 2 * T * d)) + dx;
-    const double update = b->backward ? 8 * (router + weights) : 0; // gradients accumulate
-    const double bytes_s = read / limits->read_bytes + update / limits->rw_bytes;
-    const double flops_s = flops / limits->flops, limit_s = DPL_MAX(flops_s, bytes_s);
-    return dpl_bench_print(
-        json_pack("{ss ss ss sI sI sI sI sI sI ss sf si ss sf sf ss sf sf}", "bench", "layer", "op",
-                  b->backward ? "forward_backward" : "forward", "dtype",
-                  dtypes[c->dtype == DPL_BF16], "experts", (json_int_t)E, "top_k", (json_int_t)K,
-                  "d", (json_int_t)d, "f", (json_int_t)f, "shared", (json_int_t)(shared_f / f),
-                  "rows", (json_int_t)b->rows, "skew", skews[b->skew], "load_max_over_mean",
-                  (double)most * (double)E / (T * (double)K), "threads", dpl_ctx_threads(b->ctx),
-                  "kernel", dpl_ctx_cpu_level(b->ctx), "median_us", seconds * 1e6, "gflops",
-                  flops / seconds * 1e-9, "limit", limit_s > flops_s ? "bytes" : "flops",
-                  "limit_us", limit_s * 1e6, "fraction", limit_s / seconds),
-        json);
+    const dpl_bench_work work = {
+        .dtype = c->dtype,
+        .flops = flops,
+        .read_bytes = passes * (4 * router + elem * (weights + 2 * T * d)) + dx,
+        .rw_bytes = b->backward ? 8 * (router + weights) : 0 /* gradients accumulate */};
+    json_t *row = json_pack(
+        "{ss ss ss sI sI sI sI sI sI ss sf si ss}", "bench", "layer", "op",
+        b->backward ? "forward_backward" : "forward", "dtype", dpl_bench_dtypes[c->dtype],
+        "experts", (json_int_t)E, "top_k", (json_int_t)K, "d", (json_int_t)c->d, "f",
+        (json_int_t)c->f, "shared", (json_int_t)(shared_f / f), "rows", (json_int_t)b->rows, "skew",
+        skews[b->skew], "load_max_over_mean", (double)most * (double)E / (T * (double)K), "threads",
+        dpl_ctx_threads(b->ctx), "kernel", dpl_bench_kernel(b->ctx, c->dtype));
+    return dpl_bench_report(row, &work, limits, seconds, json);
 }
 
 int dpl_bench_run_layer(dpl_bench_args *args) {
@@ -124,7 +121,7 @@ int dpl_bench_run_layer(dpl_bench_args *args) {
     const int threads = (int)dpl_bench_size(args, "threads", 0);
     const size_t runs = dpl_bench_size(args, "runs", 9),
                  mbytes = dpl_bench_size(args, "mbytes", 512);
-    b.config.dtype = dpl_bench_choice(args, "dtype", dtypes) ? DPL_BF16 : DPL_F32;
+    b.config.dtype = (dpl_dtype)dpl_bench_choice(args, "dtype", dpl_bench_dtypes);
     if (!dpl_bench_args_done(args)) return 2;
     b.config.shared_f = DPL_MIN(b.config.shared_f, (size_t)1 << 21) * b.config.f; // 2^61 at most
     dpl_bench_limits limits;

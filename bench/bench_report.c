@@ -13,6 +13,7 @@ typedef int (*kind_fn)(dpl_bench_args *args);
 typedef struct section {
     const char *title, *about;
     kind_fn run;
+    const char *rows;    // those whose "bench" is this
     const char *columns; // of the rows, in order
     const char *lines[12];
 } section;
@@ -22,13 +23,22 @@ static const section sections[] = {
     {"Machine",
      "What the limits below are made of.",
      dpl_bench_run_machine,
-     "threads level gflops read_gbs read_write_gbs",
+     "machine",
+     "threads level gflops gflops_bf16 read_gbs read_write_gbs",
      {"mbytes=512"}},
+    {"Kernels",
+     "Which computes what, and why that one. Its limit is the peak of its own instructions.",
+     dpl_bench_run_machine,
+     "machine_kernel",
+     "op level kernel why gflops",
+     {"mbytes=1"}},
     {"Grouped GEMM, weights from memory",
      "Experts of DeepSeek-V2-Lite, `rows` tokens each. The limit is the larger of operations over "
-     "the fp32 peak and bytes over the read bandwidth.",
+     "the peak of the operands' type and bytes over the bandwidth; `fraction_fma` is of the limit "
+     "with fp32's peak, which bf16 can exceed where the processor multiplies bf16 itself.",
      dpl_bench_run_gemm,
-     "op dtype experts rows kernel median_us gflops gbs limit limit_us fraction",
+     "gemm",
+     "op dtype experts rows kernel median_us gflops gbs limit limit_us fraction fraction_fma",
      {EXPERTS "experts=64 rows=1 dtype=bf16 op=forward",
       EXPERTS "experts=64 rows=16 dtype=bf16 op=forward", EXPERTS "experts=64 rows=64 dtype=bf16",
       EXPERTS "experts=16 rows=256 dtype=bf16", EXPERTS "experts=64 rows=64 dtype=f32",
@@ -36,21 +46,35 @@ static const section sections[] = {
     {"Grouped GEMM, one expert in cache",
      "The kernels alone.",
      dpl_bench_run_gemm,
-     "op dtype rows k n kernel median_us gflops limit fraction",
+     "gemm",
+     "op dtype rows k n kernel median_us gflops limit fraction fraction_fma",
      {"experts=1 rows=256 k=512 n=512 runs=25 dtype=f32",
       "experts=1 rows=256 k=512 n=512 runs=25 dtype=bf16"}},
+    {"Experts",
+     "All 64 experts of DeepSeek-V2-Lite without router and dispatch: gate and up, SwiGLU, down; "
+     "`rows` tokens each on average. The backward pass writes each weight's gradient once. Loads: "
+     "equal; as 1/(e+1); 60 % on one. `over_balanced` is the time over that of equal loads.",
+     dpl_bench_run_experts,
+     "experts",
+     "op dtype rows skew load_max_over_mean over_balanced median_us gflops limit limit_us "
+     "fraction fraction_fma",
+     {"rows=6 runs=7 dtype=bf16", "rows=48 runs=5 dtype=bf16", "rows=384 runs=3 dtype=bf16",
+      "rows=48 runs=5 dtype=bf16 skew=zipf", "rows=48 runs=5 dtype=bf16 skew=hot",
+      "rows=48 runs=5 dtype=f32"}},
     {"Layer",
      "Router, dispatch, experts, combine; 64 experts, 6 a token, no shared expert.",
      dpl_bench_run_layer,
-     "op dtype rows skew load_max_over_mean median_us gflops limit limit_us fraction",
+     "layer",
+     "op dtype rows skew load_max_over_mean median_us gflops limit limit_us fraction fraction_fma",
      {"experts=64 top_k=6 d=2048 f=1408 shared=0 rows=512 runs=3 dtype=bf16",
       "experts=64 top_k=6 d=2048 f=1408 shared=0 rows=512 runs=3 dtype=bf16 skew=zipf",
       "experts=64 top_k=6 d=2048 f=1408 shared=0 rows=512 runs=3 dtype=bf16 skew=hot",
       "experts=16 top_k=4 d=1024 f=512 rows=1024 runs=9 dtype=f32"}},
     {"Training step",
-     "Whole optimizer steps. The limit is MaxText's operations over the fp32 peak.",
+     "Whole optimizer steps. The limit is MaxText's operations over the peak of the type.",
      dpl_bench_run_step,
-     "config dtype median_ms tokens_per_s gflops limit_ms fraction",
+     "step",
+     "config dtype median_ms tokens_per_s gflops limit_ms fraction fraction_fma",
      {"configs/bench-small.yml dtype=float32", "configs/bench-small.yml dtype=bfloat16",
       "configs/bench-medium.yml dtype=float32 runs=2 warmup=1",
       "configs/bench-medium.yml dtype=bfloat16 runs=2 warmup=1"}},
@@ -84,6 +108,7 @@ static int run_section(const section *s, json_t *rows) {
 static void print_cell(FILE *out, const json_t *value) {
     const double x = json_number_value(value);
     if (json_is_string(value)) fprintf(out, " %s |", json_string_value(value));
+    else if (!value) fputs(" |", out); // a row may lack some
     else fprintf(out, fabs(x) < 10 && x != floor(x) ? " %.2f |" : " %.0f |", x);
 }
 
@@ -95,10 +120,11 @@ static void print_table(FILE *out, const section *s, const json_t *rows) {
     for (int i = 0; i < n; i++) fprintf(out, " %s |", columns[i]);
     fputs("\n|", out);
     for (int i = 0; i < n; i++) fputs("---|", out);
-    for (size_t row = 0; row < json_array_size(rows); row++) {
+    for (size_t i_row = 0; i_row < json_array_size(rows); i_row++) {
+        const json_t *row = json_array_get(rows, i_row);
+        if (strcmp(json_string_value(json_object_get(row, "bench")), s->rows) != 0) continue;
         fputs("\n|", out);
-        for (int i = 0; i < n; i++)
-            print_cell(out, json_object_get(json_array_get(rows, row), columns[i]));
+        for (int i = 0; i < n; i++) print_cell(out, json_object_get(row, columns[i]));
     }
     fputc('\n', out);
 }
@@ -113,7 +139,7 @@ static double plot_y(double gflops) {
 }
 
 static void plot(FILE *out, const json_t *machine, const json_t *gemms) {
-    const double peak = json_number_value(json_object_get(machine, "gflops"));
+    const char *const peaks[] = {"gflops", "gflops_bf16"};
     const double gbs = json_number_value(json_object_get(machine, "read_gbs"));
     const char *const colours[] = {"#1f77b4", "#d62728", "#2ca02c"}; // forward, dgrad, wgrad
     fputs("<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"680\" height=\"470\" "
@@ -130,14 +156,18 @@ static void plot(FILE *out, const json_t *machine, const json_t *gemms) {
                 "<line x1=\"60\" x2=\"620\" y1=\"%.0f\" y2=\"%.0f\" stroke=\"#ddd\"/>"
                 "<text x=\"54\" y=\"%.0f\" text-anchor=\"end\">%g</text>\n",
                 plot_y(exp2(i)), plot_y(exp2(i)), plot_y(exp2(i)) + 4, exp2(i));
-    fprintf(out,
-            "<polyline fill=\"none\" stroke=\"black\" points=\"%.0f,%.0f %.0f,%.0f %.0f,%.0f\"/>\n",
-            plot_x(1 / gbs), plot_y(1), plot_x(peak / gbs), plot_y(peak), plot_x(4096),
-            plot_y(peak));
+    for (int i = 0; i < 2; i++) {
+        const double peak = json_number_value(json_object_get(machine, peaks[i]));
+        fprintf(out,
+                "<polyline fill=\"none\" stroke=\"black\"%s points=\"%.0f,%.0f %.0f,%.0f "
+                "%.0f,%.0f\"/>\n",
+                i ? " stroke-dasharray=\"5\"" : "", plot_x(1 / gbs), plot_y(1), plot_x(peak / gbs),
+                plot_y(peak), plot_x(4096), plot_y(peak));
+    }
     fputs("<text x=\"340\" y=\"456\" text-anchor=\"middle\">operations a byte of operands and "
           "result</text>\n<text x=\"60\" y=\"24\">grouped GEMM, GFLOPS: "
           "<tspan fill=\"#1f77b4\">forward</tspan> <tspan fill=\"#d62728\">dgrad</tspan> "
-          "<tspan fill=\"#2ca02c\">wgrad</tspan>; filled: fp32, open: bf16</text>\n",
+          "<tspan fill=\"#2ca02c\">wgrad</tspan>; filled, solid: fp32, open, dashed: bf16</text>\n",
           out);
     for (size_t i = 0; i < json_array_size(gemms); i++) {
         const json_t *row = json_array_get(gemms, i);
@@ -194,8 +224,8 @@ int dpl_bench_run_report(dpl_bench_args *args) {
     find_processor(processor, sizeof processor);
     fprintf(out,
             "# Performance\n\nWritten by `make bench`, on this processor:%s. Fractions are of the "
-            "limit "
-            "that it reached in the same run.\n\n![Roofline](%.*s.svg)\n",
+            "limit that it reached in the same run. Other programs beside it, on the same work: "
+            "[peers.md](peers.md).\n\n![Roofline](%.*s.svg)\n",
             processor, (int)strlen(name) - 3, name);
     json_t *all[DPL_COUNT(sections)];
     int code = 0;

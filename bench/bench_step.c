@@ -1,8 +1,9 @@
 /*
  * bench_step.c - `bench step CONFIG`: whole optimizer steps of a configuration, data and all.
  *
- * The limit is the step's operations, as MaxText counts them, over the best fp32 peak before and
- * after the steps. Nothing is written: no checkpoints, and a run name that no run directory has.
+ * The limit is the step's operations, as MaxText counts them, over the best peak of the compute
+ * type before and after the steps; `fraction_fma` is of fp32's. Nothing is written: no checkpoints,
+ * and a run name that no run directory has.
  */
 #include <stdio.h>
 
@@ -15,7 +16,7 @@ typedef struct step_bench {
     dpl_ctx *ctx;
     dpl_trainer *trainer;
     size_t n;
-    double seconds[DPL_BENCH_RUNS_MAX], sum_s, phase_s[DPL_PHASE_N], peak;
+    double seconds[DPL_BENCH_RUNS_MAX], sum_s, phase_s[DPL_PHASE_N], peak[2]; // by dpl_dtype
 } step_bench;
 
 static dpl_status configure(step_bench *b, const dpl_bench_args *args) {
@@ -30,10 +31,15 @@ static dpl_status configure(step_bench *b, const dpl_bench_args *args) {
     return dpl_config_put(b->config, "dataset_type", "synthetic");
 }
 
+static void measure_peaks(step_bench *b) {
+    for (int i = 0; i < 2; i++)
+        b->peak[i] = DPL_MAX(b->peak[i], dpl_measure_peak(b->ctx, (dpl_dtype)i));
+}
+
 static dpl_status run_steps(step_bench *b, size_t warmup, size_t runs) {
     dpl_step_metrics m;
     const size_t most = runs ? DPL_MIN(runs, (size_t)DPL_BENCH_RUNS_MAX) : 10;
-    b->peak = dpl_measure_peak(b->ctx);
+    measure_peaks(b);
     for (size_t i = 0; i < warmup; ++i) DPL_TRY(dpl_trainer_step(b->trainer, &m));
     while (b->n < most && (runs || b->n == 0 || b->sum_s < 5)) {
         const double start = dpl_now();
@@ -42,8 +48,10 @@ static dpl_status run_steps(step_bench *b, size_t warmup, size_t runs) {
         for (int i = 0; i < DPL_PHASE_N; ++i)
             b->phase_s[i] += b->ctx->phase_s[i]; // the trainer clears them in each step
     }
-    b->peak = DPL_MAX(b->peak, dpl_measure_peak(b->ctx));
-    return b->peak > 0 ? DPL_OK : dpl_fail(DPL_ENOMEM, "bench step: no memory");
+    measure_peaks(b);
+    return b->peak[DPL_F32] > 0 && b->peak[DPL_BF16] > 0
+               ? DPL_OK
+               : dpl_fail(DPL_ENOMEM, "bench step: no memory");
 }
 
 static void report_phases(const step_bench *b, bool json) {
@@ -61,14 +69,16 @@ static void report_phases(const step_bench *b, bool json) {
 static dpl_status report(step_bench *b, bool json) {
     const double median_s = dpl_bench_middle(b->seconds, b->n), flops = b->trainer->step_flops;
     const double tokens = (double)(b->trainer->batch.n_batch * b->trainer->batch.n_seq);
-    const double limit_s = flops / b->peak;
-    return dpl_bench_print(
-        json_pack("{ss ss ss si sf sf sf sf sf}", "bench", "step", "config", b->path, "dtype",
-                  b->trainer->model->dtype == DPL_F32 ? "f32" : "bf16", "threads",
-                  dpl_ctx_threads(b->ctx), "median_ms", median_s * 1e3, "tokens_per_s",
-                  tokens / median_s, "gflops", flops / median_s * 1e-9, "limit_ms", limit_s * 1e3,
-                  "fraction", limit_s / median_s),
-        json);
+    const dpl_dtype dtype = b->trainer->model->dtype;
+    const double limit_s = flops / b->peak[dtype];
+    json_t *row = json_pack("{ss ss ss si sf sf sf sf sf}", "bench", "step", "config", b->path,
+                            "dtype", dpl_bench_dtypes[dtype], "threads", dpl_ctx_threads(b->ctx),
+                            "median_ms", median_s * 1e3, "tokens_per_s", tokens / median_s,
+                            "gflops", flops / median_s * 1e-9, "limit_ms", limit_s * 1e3,
+                            "fraction", limit_s / median_s);
+    if (dtype == DPL_BF16)
+        json_object_set_new(row, "fraction_fma", json_real(flops / b->peak[DPL_F32] / median_s));
+    return dpl_bench_print(row, json);
 }
 
 int dpl_bench_run_step(dpl_bench_args *args) {

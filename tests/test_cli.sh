@@ -102,10 +102,21 @@ for skew in "balanced 1" "zipf 1\.[0-9]+" "hot 2"; do
     # shellcheck disable=SC2086 # several words
     run bench layer $layer skew=${skew% *} && expect 0 "op=forward_backward .* load_max_over_mean=${skew#* } " -
 done
+for skew in "balanced 1" "zipf 2" "hot 2\.33333"; do # of 24 rows the first expert has 6, 12, 14
+    # shellcheck disable=SC2086 # several words
+    run bench experts experts=4 rows=6 d=32 f=16 runs=1 mbytes=1 threads=2 dtype=bf16 skew=${skew% *} && expect 0 "op=forward_backward .* load_max_over_mean=${skew#* } over_balanced=.* fraction=.* fraction_fma=" -
+done
+run bench experts rows=0 && expect 2 - 'rows='
+DPL_CPU=ref run bench machine mbytes=1 --json && expect 0 '"gflops_bf16":' -
+for op in f32_gemm bf16_gemm f32_attention bf16_attention rows; do
+    match out "^\{\"bench\":\"machine_kernel\",\"op\":\"$op\",\"level\":\"ref\",\"kernel\":\"ref\",\"why\":\"forced by DPL_CPU\""
+done
+DPL_CPU='' run bench machine mbytes=1 && expect 0 'op=rows .* why=best of this machine' -
 number='-?[0-9.]+(e[-+][0-9]+)?'
 run bench step tiny.yml runs=2 warmup=1 threads=2 step_profile=true --json && expect 0 "^\{\"bench\":\"step\",\"config\":\"tiny.yml\",\"dtype\":\"f32\",\"threads\":2,\"median_ms\":$number,\"tokens_per_s\":$number,\"gflops\":$number,\"limit_ms\":$number,\"fraction\":$number\}$" -
 grep -c '"bench":"step_phase"' out | grep -qx 13 || bad "$last: expected a row for each of 12 phases and one for the rest"
 sed -n 's/.*"share":\([^}]*\)}/\1/p' out | awk '{ all += $1 } END { exit !(all > 0.99 && all < 1.01) }' || bad "$last: the shares do not add up to 1"
+run bench step tiny.yml runs=1 warmup=0 dtype=bfloat16 && expect 0 'dtype=bf16 .* fraction=.* fraction_fma=' -
 run bench step tiny.yml dataset_path=none runs=1 warmup=0 && expect 0 'config=tiny.yml dtype=f32 .* fraction=' 'synthetic'
 [ ! -e runs ] || bad "bench step wrote a run directory"
 run train --help && expect 0 '^  learning_rate=3e-0?5' -

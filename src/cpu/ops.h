@@ -133,7 +133,7 @@ void dpl_zero(dpl_ctx *ctx, void *p, size_t bytes);
 // table: row-major (v, d) F32, or panels of (n = v, k = d) when in_panels (tied with the head).
 void dpl_embed_forward(dpl_ctx *ctx, const float *table, bool in_panels, const int32_t *ids,
                        size_t n_rows, size_t v, size_t d, dpl_mat y);
-// dtable += in row order for each id (no atomics). ids NULL: all 0, as the gradient of a bias wants.
+// dtable += in row order for each id (no atomics). ids NULL: all 0, as a bias's gradient wants.
 void dpl_embed_backward(dpl_ctx *ctx, dpl_mat dy, const int32_t *ids, bool in_panels, size_t n_rows,
                         size_t v, size_t d, float *dtable);
 
@@ -229,6 +229,6 @@ void dpl_sum(dpl_ctx *ctx, const float *x, bool squares, size_t n, double *sum_o
 // The copy alone: weights in panels (whose BF16 order it has), n a multiple of 64.
 void dpl_to_bf16(dpl_ctx *ctx, const float *x, size_t n, uint16_t *y);
 
-// Multiply-adds in fp32 registers, as FLOP/s: the sum of each thread's best while all work; 0
-// without memory (peak.c).
-double dpl_measure_peak(dpl_ctx *ctx);
+// The multiply-adds of a class of products, between registers, as FLOP/s: the sum of each thread's
+// best while all work; 0 without memory (peak.c).
+double dpl_measure_peak(dpl_ctx *ctx, dpl_dtype dtype);

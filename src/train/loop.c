@@ -156,7 +156,7 @@ dpl_status dpl_trainer_run(dpl_trainer *t, const dpl_trainer_events *events) {
     DPL_NEED(t);
     t->events = events ? *events : (dpl_trainer_events){0};
     t->done = false;
-    if (t->peak_flops == 0) t->peak_flops = dpl_measure_peak(t->ctx);
+    if (t->peak_flops == 0) t->peak_flops = dpl_measure_peak(t->ctx, t->model->dtype);
     dpl_status status = open_files(t);
     if (status == DPL_OK) status = write_head(t);
     if (status == DPL_OK) status = train(t);
