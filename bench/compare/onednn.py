@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 
-from peers import ROOT, Table, dropless, processor, threads
+from peers import ROOT, Table, dropless, output, processor, threads
 
 K, N, E = 2048, 1408, 64
 
@@ -50,10 +50,9 @@ def main():
                     ours = dropless("bench", "gemm", "op=forward", f"runs={args.runs}", *sizes)[0]
                     table.add(name, "dropless", ours["median_us"] / 1e3, ours["kernel"])
                     command = [f"{folder}/onednn_gemm", dtype, E, rows, K, N, args.runs]
-                    run = subprocess.run(map(str, command), check=True, stdout=subprocess.PIPE)
-                    version, us = run.stdout.decode().split()
+                    version, us = output(list(map(str, command))).split()
                     table.add(name, "oneDNN, packed weights", float(us) / 1e3)
-    table.print(f"A product per expert, {E} experts, K {K}, N {N}; {processor()}; oneDNN {version}")
+    table.print(f"A product per expert, {E} experts, K {K}, N {N}\n\n{processor()}; oneDNN {version}")
 
 
 if __name__ == "__main__":

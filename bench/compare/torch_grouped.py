@@ -113,7 +113,7 @@ def main():
                         table.add(names[1], who, ms)
                 except Exception as e:  # a peer that cannot do it is a result
                     print(f"{names[0]}: {who} failed: {e}", file=sys.stderr)
-    table.print(f"Experts of DeepSeek-V2-Lite, bf16; {processor()}; torch {torch.__version__}")
+    table.print(f"Experts of DeepSeek-V2-Lite, bf16, {args.skew} load\n\n{processor()}; torch {torch.__version__}")
 
 
 if __name__ == "__main__":

@@ -105,7 +105,7 @@ def main():
                 except Exception as e:  # a peer that cannot do it is a result
                     failed.add((name, who))
                     print(f"{name}: {who} failed: {e}", file=sys.stderr)
-    table.print(f"A training step of {args.config}; {processor()}; torch {torch.__version__}, "
+    table.print(f"A training step of {args.config}\n\n{processor()}; torch {torch.__version__}, "
                 f"transformers {transformers.__version__}")
     for name, who in sorted(failed):
         print(f"{name}: {who} failed (see above)")
