@@ -176,6 +176,7 @@ int main(int argc, char **argv) {
     }
     printf("seed %llu\n", (unsigned long long)o.seed);
     size_t n_run = 0, n_failed = 0;
+    best = DPL_MIN(best, dpl_cpu_level_machine());
     for (int level = 0; level < DPL_CPU_N; ++level) {
         const bool soft = level == DPL_CPU_TILES && best >= DPL_CPU_AVX2;
         if (level > (int)best && !soft) continue;

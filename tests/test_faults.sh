@@ -20,8 +20,9 @@ if [ "$(uname -m)" = x86_64 ] && [ -d "$objects" ] && command -v objdump > /dev/
     n_objects=0 n_wide=0
     while IFS= read -r object; do
         case $object in
+        *kernels_amx*) wide='no instruction' ;;
         *avx512*) wide='%tmm[0-9]|ldtilecfg' ;;
-        *avx2*) wide='%tmm[0-9]|ldtilecfg|%zmm[0-9]|%k[0-7]' ;;
+        *avx2* | *kernels_tiles*) wide='%tmm[0-9]|ldtilecfg|%zmm[0-9]|%k[0-7]' ;;
         *) wide='%tmm[0-9]|ldtilecfg|%zmm[0-9]|%k[0-7]|%ymm[0-9]' ;;
         esac
         objdump -d --no-show-raw-insn "$object" > code.txt
@@ -35,7 +36,7 @@ if [ "$(uname -m)" = x86_64 ] && [ -d "$objects" ] && command -v objdump > /dev/
 else
     skip "disassembly: no x86-64, no objects or no objdump"
 fi
-for level in ref avx2 avx512; do # each level runs, or is refused by its name
+for level in ref avx2 avx512 avx512_bf16 amx tiles; do # each level runs, or is refused by its name
     DPL_CPU=$level run train tiny.yml run_name=$level steps=1
     [ $code = 0 ] || expect 1 "$level"
 done
