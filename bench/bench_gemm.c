@@ -149,7 +149,8 @@ static void run_op(void *arg) {
     const gemm_bench *b = arg;
     if (b->op == 0) dpl_gemm_forward(b->ctx, b->x, &b->w, b->groups, b->y);
     if (b->op == 1) dpl_gemm_dgrad(b->ctx, b->y, &b->w, b->groups, b->x, false);
-    if (b->op == 2) dpl_gemm_wgrad(b->ctx, b->y, b->x, b->groups, b->n, b->k, b->dtype, b->dw);
+    if (b->op == 2)
+        dpl_gemm_wgrad(b->ctx, b->y, b->x, b->groups, b->n, b->k, b->dtype, true, b->dw);
     dpl_ctx_wait(b->ctx);
 }
 
@@ -178,7 +179,7 @@ static dpl_status make_operands(gemm_bench *b, int64_t **offsets_out) {
     b->x = (dpl_mat){dpl_bench_numbers(n_rows * b->k, b->dtype), b->k, b->dtype};
     b->y = (dpl_mat){dpl_bench_numbers(n_rows * b->n, b->dtype), b->n, b->dtype};
     b->w = (dpl_weight){
-        dpl_bench_numbers(n_weights, b->dtype), b->dtype, b->n_experts, b->n, b->k, NULL};
+        dpl_bench_numbers(n_weights, b->dtype), b->dtype, b->n_experts, b->n, b->k, NULL, NULL};
     b->dw = dpl_alloc_array(n_weights, sizeof *b->dw);
     *offsets_out = offsets;
     if (!offsets || !b->x.p || !b->y.p || !b->w.p || !b->dw)

@@ -1015,15 +1015,15 @@ static void gradients_of_far_rows_are_right(void **state) {
     const dpl_mat fx = far_mat(DPL_F32), fdy = far_mat(DPL_F32), fdx = far_mat(DPL_F32);
     float *w = random_floats(ELEMS, 4);
     float *dw[2] = {dpl_alloc_array(ELEMS, 4), dpl_alloc_array(ELEMS, 4)};
-    const dpl_weight weight = {w, DPL_F32, 1, D, D, NULL};
+    const dpl_weight weight = {w, DPL_F32, 1, D, D, NULL, NULL};
     const dpl_groups rows = dpl_one_group(FAR_ROWS);
     far_fill(fx, x, D);
     far_fill(fdy, dy, D);
     dpl_gemm_dgrad(ctx, dy, &weight, rows, dx, false);
     dpl_gemm_dgrad(ctx, fdy, &weight, rows, fdx, false);
     far_equal(fdx, dx, D);
-    dpl_gemm_wgrad(ctx, dy, x, rows, D, D, DPL_F32, dw[0]);
-    dpl_gemm_wgrad(ctx, fdy, fx, rows, D, D, DPL_F32, dw[1]);
+    dpl_gemm_wgrad(ctx, dy, x, rows, D, D, DPL_F32, true, dw[0]);
+    dpl_gemm_wgrad(ctx, fdy, fx, rows, D, D, DPL_F32, true, dw[1]);
     dpl_ctx_wait(ctx);
     assert_memory_equal(dw[0], dw[1], ELEMS * sizeof(float));
     assert_false(all_zero_bits(dw[0], ELEMS * sizeof(float)));

@@ -58,7 +58,7 @@ typedef struct problem {
 
 typedef struct result {
     dpl_mat y, dx, dx_sum;
-    float *dw;
+    float *dw, *dw_new; // += and =
 } result;
 
 static void *poisoned(size_t bytes) {
@@ -111,8 +111,13 @@ static problem make_problem(size_t n_groups, const int *sizes, size_t n, size_t 
         p.w_panels[at] = p.w_plain[i];
         p.w_bf16[dpl_pair_index(at)] = dpl_f32_to_bf16(p.w_plain[i]);
     }
-    p.w = (dpl_weight){
-        weight == DPL_BF16 ? (void *)p.w_bf16 : (void *)p.w_panels, weight, n_groups, n, k, NULL};
+    p.w = (dpl_weight){weight == DPL_BF16 ? (void *)p.w_bf16 : (void *)p.w_panels,
+                       weight,
+                       n_groups,
+                       n,
+                       k,
+                       NULL,
+                       NULL};
     return p;
 }
 
@@ -133,7 +138,8 @@ static result make_result(const problem *p) {
     result r = {.y = {poisoned(mat_bytes(rows, ld_y, p->act)), ld_y, p->act},
                 .dx = {poisoned(mat_bytes(rows, ld_x, p->act)), ld_x, p->act},
                 .dx_sum = {poisoned(mat_bytes(rows, ld_x, DPL_F32)), ld_x, DPL_F32},
-                .dw = poisoned(p->n_groups * dpl_panel_elems(p->n, p->k) * sizeof(float))};
+                .dw = poisoned(p->n_groups * dpl_panel_elems(p->n, p->k) * sizeof(float)),
+                .dw_new = poisoned(p->n_groups * dpl_panel_elems(p->n, p->k) * sizeof(float))};
     for (size_t i = 0; i < p->n_rows * p->k; ++i) {
         *(float *)dpl_mat_at(r.dx_sum, i / p->k, i % p->k).p = dx_start(i / p->k, i % p->k);
     }
@@ -149,7 +155,7 @@ static result make_result(const problem *p) {
 }
 
 static void free_result(result *r) {
-    free(r->y.p), free(r->dx.p), free(r->dx_sum.p), free(r->dw);
+    free(r->y.p), free(r->dx.p), free(r->dx_sum.p), free(r->dw), free(r->dw_new);
 }
 
 static void run_problem(dpl_ctx *ctx, const problem *p, result *r) {
@@ -157,7 +163,8 @@ static void run_problem(dpl_ctx *ctx, const problem *p, result *r) {
     dpl_gemm_forward(ctx, p->x, &p->w, groups, r->y);
     dpl_gemm_dgrad(ctx, p->dy, &p->w, groups, r->dx, false);
     dpl_gemm_dgrad(ctx, p->dy, &p->w, groups, r->dx_sum, true);
-    dpl_gemm_wgrad(ctx, p->dy, p->x, groups, p->n, p->k, p->weight, r->dw);
+    dpl_gemm_wgrad(ctx, p->dy, p->x, groups, p->n, p->k, p->weight, true, r->dw);
+    dpl_gemm_wgrad(ctx, p->dy, p->x, groups, p->n, p->k, p->weight, false, r->dw_new);
     dpl_ctx_wait(ctx);
 }
 
@@ -166,7 +173,9 @@ static void same_result(const problem *p, const result *a, const result *b) {
     assert_memory_equal(a->y.p, b->y.p, mat_bytes(rows, a->y.ld, p->act));
     assert_memory_equal(a->dx.p, b->dx.p, mat_bytes(rows, a->dx.ld, p->act));
     assert_memory_equal(a->dx_sum.p, b->dx_sum.p, mat_bytes(rows, a->dx_sum.ld, DPL_F32));
-    assert_memory_equal(a->dw, b->dw, p->n_groups * dpl_panel_elems(p->n, p->k) * sizeof(float));
+    const size_t dw_bytes = p->n_groups * dpl_panel_elems(p->n, p->k) * sizeof(float);
+    assert_memory_equal(a->dw, b->dw, dw_bytes);
+    assert_memory_equal(a->dw_new, b->dw_new, dw_bytes);
 }
 
 /* ---- the judge ---------------------------------------------------------------------------------
@@ -210,13 +219,16 @@ static void judge_row(const problem *p, const result *r, size_t g, size_t row, s
 
 static void judge_dw(const problem *p, const result *r, size_t g, size_t n, size_t k) {
     const size_t first = (size_t)p->offsets[g], end = (size_t)p->offsets[g + 1];
-    double sum = (double)dw_start(g, n, k), sum_abs = fabs(sum);
+    const double start = (double)dw_start(g, n, k);
+    double sum = 0, sum_abs = 0;
     for (size_t row = first; row < end; ++row) {
         const double t = operand(p, p->dy, row, n) * operand(p, p->x, row, k);
         sum += t, sum_abs += fabs(t);
     }
     const size_t at = g * dpl_panel_elems(p->n, p->k) + dpl_panel_index(n, k, p->k);
-    near("dw", n, k, (double)r->dw[at], sum, sum_abs, end - first, DPL_F32);
+    near("dw", n, k, (double)r->dw_new[at], sum, sum_abs, end - first, DPL_F32);
+    near("dw +=", n, k, (double)r->dw[at], start + sum, sum_abs + fabs(start), end - first,
+         DPL_F32);
 }
 
 // Calls fn for all of rows x cols elements, or for a sample that has the corners.
@@ -256,9 +268,12 @@ static void judge_untouched(const problem *p, const result *r) {
     still_poison(dpl_mat_row(r->dx, rows), EXTRA_ROWS * r->dx.ld * elem);
     still_poison(dpl_mat_row(r->dx_sum, rows), EXTRA_ROWS * r->dx_sum.ld * sizeof(float));
     for (size_t g = 0; g < p->n_groups; ++g) {
-        const float *dw = r->dw + g * dpl_panel_elems(p->n, p->k);
-        if (p->offsets[g] == p->offsets[g + 1])
-            still_poison(dw, dpl_panel_elems(p->n, p->k) * sizeof *dw);
+        const size_t elems = dpl_panel_elems(p->n, p->k);
+        const float *dw = r->dw + g * elems, *dw_new = r->dw_new + g * elems;
+        if (p->offsets[g] == p->offsets[g + 1]) {
+            still_poison(dw, elems * sizeof *dw);
+            for (size_t i = 0; i < elems; ++i) assert_true(dw_new[i] == 0);
+        }
         for (size_t n = p->n; n < dpl_round_up(p->n, DPL_PANEL); ++n) {
             for (size_t k = 0; k < p->k; ++k)
                 still_poison(dw + dpl_panel_index(n, k, p->k), sizeof *dw);
@@ -390,7 +405,7 @@ static void test_rows_are_independent(void **state) {
                 const size_t g = row < 300 ? 0 : row < 302 ? 1 : 2;
                 const size_t w_bytes = dpl_panel_elems(p.n, p.k) * dpl_dtype_bytes(p.weight);
                 const dpl_weight w = {
-                    (const uint8_t *)p.w.p + g * w_bytes, p.weight, 1, p.n, p.k, NULL};
+                    (const uint8_t *)p.w.p + g * w_bytes, p.weight, 1, p.n, p.k, NULL, NULL};
                 dpl_gemm_forward(ctx, dpl_mat_at(p.x, row, 0), &w, dpl_one_group(1),
                                  dpl_mat_at(alone.y, row, 0));
                 dpl_gemm_dgrad(ctx, dpl_mat_at(p.dy, row, 0), &w, dpl_one_group(1),
@@ -460,7 +475,8 @@ static void test_last_expert_of_a_large_weight(void **state) {
     for (size_t i = 0; i < elems; i += 7) last[i] = (float)(i % 1000) / 1000 - 0.4f;
     const dpl_mat x = random_mat(1, K, 0, DPL_F32), dy = random_mat(1, N, 0, DPL_F32);
     float y[2][N], *dx = poisoned(2 * K * sizeof *dx);
-    const dpl_weight all = {w, DPL_F32, E, N, K, NULL}, one = {last, DPL_F32, 1, N, K, NULL};
+    const dpl_weight all = {w, DPL_F32, E, N, K, NULL, NULL},
+                     one = {last, DPL_F32, 1, N, K, NULL, NULL};
     const dpl_groups groups = {E, 1, offsets};
     dpl_gemm_forward(ctx, x, &all, groups, dpl_mat_f32(y[0], N));
     dpl_gemm_forward(ctx, x, &one, dpl_one_group(1), dpl_mat_f32(y[1], N));
@@ -468,7 +484,7 @@ static void test_last_expert_of_a_large_weight(void **state) {
     dpl_gemm_dgrad(ctx, dy, &all, groups, dpl_mat_f32(dx, K), false);
     dpl_gemm_dgrad(ctx, dy, &one, dpl_one_group(1), dpl_mat_f32(dx + K, K), false);
     assert_memory_equal(dx, dx + K, K * sizeof *dx);
-    dpl_gemm_wgrad(ctx, dy, x, groups, N, K, DPL_F32, dw);
+    dpl_gemm_wgrad(ctx, dy, x, groups, N, K, DPL_F32, true, dw);
     for (size_t i = 0; i < elems; i += 101) {
         const size_t n = i / K, k = i % K;
         const float want = (float)(element(dy, 0, n) * element(x, 0, k));

@@ -16,6 +16,7 @@
 #define COST_MIN   1e6 // multiply-adds, below which another task costs more than it brings
 #define ROWS_BYTES 8   // reading a group's weight costs about as much as so many rows
 #define PARTS      3   // of bf16, that an fp32 operand may be split into
+#define P_ZERO     8   // panels that one task zeroes in the gradient of a group without rows
 
 typedef enum gemm_op { FORWARD, DGRAD, WGRAD } gemm_op;
 
@@ -69,6 +70,11 @@ static gemm_block whole_group(const gemm_args *a, size_t g) {
     return b;
 }
 
+// Then that of a group without rows is 0, and has to be written.
+static bool new_gradient(const gemm_args *a) {
+    return a->op == WGRAD && !a->accumulate;
+}
+
 static double group_cost(const gemm_block *b) {
     return b->n_rows ? (double)(b->n_rows + ROWS_BYTES) * (double)b->a->n * (double)b->a->k : 0;
 }
@@ -90,7 +96,8 @@ static bool sums_wait(const gemm_block *b, size_t m) {
 // The cut may follow the number of threads (through cost_task), because no element's chain depends
 // on it.
 static gemm_cut cut_group(const gemm_block *b, double cost_task, size_t first_task) {
-    if (b->n_rows == 0) return (gemm_cut){first_task, 0, 0};
+    if (b->n_rows == 0)
+        return (gemm_cut){first_task, new_gradient(b->a), dpl_div_up(b->n_panels, P_ZERO)};
     const size_t m_most = DPL_MIN(block_rows(b), b->m);
     const size_t p_most = sums_wait(b, m_most) ? P_SUMS : b->n_panels;
     gemm_cut cut = {first_task, dpl_div_up(b->m, m_most), dpl_div_up(b->n_panels, p_most)};
@@ -321,6 +328,10 @@ static void run_task(const void *args, const dpl_part *part) {
     b.m = (i_m + 1) * b.m / cut.m_blocks - b.m0;
     b.p0 = i_p * b.n_panels / cut.p_blocks;
     b.n_panels = (i_p + 1) * b.n_panels / cut.p_blocks - b.p0;
+    if (b.n_rows == 0) {
+        memset(panel_sums(&b, b.p0), 0, b.n_panels * b.k_rows * DPL_PANEL * sizeof(float));
+        return;
+    }
     lay_out(&b, part->scratch);
     block_product(&b);
 }
@@ -344,14 +355,15 @@ static void run_gemm(dpl_ctx *ctx, const void *args) {
 }
 
 static void submit_gemm(dpl_ctx *ctx, gemm_args a, dpl_dtype operand) {
-    if (a.groups.n_rows == 0 || a.groups.n == 0 || a.n == 0 || a.k == 0) return;
+    if ((a.groups.n_rows == 0 && !new_gradient(&a)) || a.groups.n == 0 || a.n == 0 || a.k == 0)
+        return;
     const size_t mark = dpl_ctx_mark(ctx);
     const bool split = operand == DPL_F32 && ctx->f32_parts > 0;
     a.g = &ctx->kernels->gemm[split ? DPL_BF16 : operand];
     a.n_parts = split ? ctx->f32_parts : 1;
     a.cuts = dpl_ctx_alloc(ctx, a.groups.n * sizeof *a.cuts);
     const dpl_span span = dpl_row_span(a.out, a.groups.n_rows, a.op == FORWARD ? a.n : a.k);
-    DPL_SUBMIT(ctx, run_gemm, a, a.accumulate ? (dpl_span){0} : span);
+    DPL_SUBMIT(ctx, run_gemm, a, a.accumulate || a.op == WGRAD ? (dpl_span){0} : span);
     dpl_ctx_release(ctx, mark);
 }
 
@@ -386,7 +398,7 @@ void dpl_gemm_dgrad(dpl_ctx *ctx, dpl_mat dy, const dpl_weight *w, dpl_groups gr
 }
 
 void dpl_gemm_wgrad(dpl_ctx *ctx, dpl_mat dy, dpl_mat x, dpl_groups groups, size_t n, size_t k,
-                    dpl_dtype operand, float *dw) {
+                    dpl_dtype operand, bool accumulate, float *dw) {
     submit_gemm(ctx,
                 (gemm_args){.op = WGRAD,
                             .left = x,
@@ -395,7 +407,7 @@ void dpl_gemm_wgrad(dpl_ctx *ctx, dpl_mat dy, dpl_mat x, dpl_groups groups, size
                             .groups = groups,
                             .n = n,
                             .k = k,
-                            .accumulate = true},
+                            .accumulate = accumulate},
                 operand);
 }
 

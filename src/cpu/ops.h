@@ -41,6 +41,7 @@ typedef struct dpl_weight {
     dpl_dtype dtype;
     size_t n_groups, n, k;
     float *grad; // of the same shape, in F32; NULL: not wanted
+    bool *stale; // grad is of a step before: the next one replaces it; NULL: it adds
 } dpl_weight;
 
 static inline size_t dpl_panel_depth(size_t k) {
@@ -78,13 +79,16 @@ void dpl_gemm_forward(dpl_ctx *ctx, dpl_mat x, const dpl_weight *w, dpl_groups g
 // dx (rows, k) = dy (rows, n) W_g, or += with accumulate (dx is then F32)
 void dpl_gemm_dgrad(dpl_ctx *ctx, dpl_mat dy, const dpl_weight *w, dpl_groups groups, dpl_mat dx,
                     bool accumulate);
-// dw[g] (panels of (n, k), F32) += dy_g^T x_g. `operand` BF16 rounds both operands first. A group
-// without rows leaves its dw untouched.
+// dw[g] (panels of (n, k), F32) = dy_g^T x_g, or += with accumulate. `operand` BF16 rounds both
+// operands first. The padding of an odd k is not written.
 void dpl_gemm_wgrad(dpl_ctx *ctx, dpl_mat dy, dpl_mat x, dpl_groups groups, size_t n, size_t k,
-                    dpl_dtype operand, float *dw);
+                    dpl_dtype operand, bool accumulate, float *dw);
 static inline void dpl_weight_grad(dpl_ctx *ctx, dpl_mat dy, dpl_mat x, dpl_groups groups,
                                    const dpl_weight *w) {
-    if (w->grad) dpl_gemm_wgrad(ctx, dy, x, groups, w->n, w->k, w->dtype, w->grad);
+    if (!w->grad) return;
+    const bool accumulate = !w->stale || !*w->stale;
+    dpl_gemm_wgrad(ctx, dy, x, groups, w->n, w->k, w->dtype, accumulate, w->grad);
+    if (w->stale) *w->stale = false;
 }
 // Row-major (n, k) F32 to the panels of one group (with zero padding), and back.
 void dpl_panel_pack(dpl_ctx *ctx, const float *rows, size_t n, size_t k, float *panels);

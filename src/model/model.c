@@ -440,6 +440,7 @@ static dpl_status run_pass(pass *p, dpl_loss_sums *sums) {
     for (size_t k = 1; k <= p->n_mtp; k++) DPL_TRY(mtp_forward(p, k, sums));
     DPL_TRY(read_sums(p, sums));
     if (p->train) backward(p);
+    if (p->train) dpl_model_settle_grads(m);
     return DPL_OK;
 }
 

@@ -83,6 +83,7 @@ typedef struct dpl_param {
     size_t n_groups, n, k; // gate_up: n = 2 * round_up(F, 16). A vector: 1, 1, its length
     size_t offset, elems;  // in the flat arrays, padding included; offset a multiple of 16
     size_t disk;           // index of its first tensor on disk
+    bool stale;            // of its gradient: see dpl_weight
 } dpl_param;
 
 typedef struct dpl_params {
@@ -195,7 +196,9 @@ static inline uint64_t dpl_model_active_param_count(const dpl_model_config *conf
 void dpl_model_init(dpl_model *model, bool maxtext, double std, uint64_t seed);
 void dpl_model_refresh(dpl_model *model);              // bf16 copies; after any change of masters
 dpl_status dpl_model_begin_training(dpl_model *model); // gradients, zeroed
+// A micro-batch adds to all gradients, the first one after dpl_model_zero_grads() replaces them.
 void dpl_model_zero_grads(dpl_model *model);
+void dpl_model_settle_grads(dpl_model *model); // zeroes those that nothing has contributed to
 // The parameter `id` of a layer (-1: outside layers), NULL if the model has none.
 static inline const dpl_param *dpl_model_param(const dpl_model *model, int layer, dpl_param_id id) {
     return model->by_id[(size_t)(layer + 1) * DPL_P_N + id];

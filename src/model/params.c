@@ -48,7 +48,8 @@ static void add_param(dpl_model *m, int layer, const spec *r) {
     const size_t n = two ? dpl_gate_up_width(r->n) : r->n;
     const size_t elems = r->n_groups *
                          (r->kind <= DPL_GATE_UP ? dpl_panel_elems(n, r->k) : n * r->k);
-    *param = (dpl_param){r->id, r->kind, layer, r->n_groups, n, r->k, p->elems, elems, m->n_disk};
+    *param = (dpl_param){r->id, r->kind,  layer, r->n_groups, n,
+                         r->k,  p->elems, elems, m->n_disk,   false};
     p->elems += dpl_round_up(elems, 2 * DPL_PANEL); // two rows of a panel: dpl_to_bf16
     m->by_id[(size_t)(layer + 1) * DPL_P_N + r->id] = param;
     for (size_t group = 0; group < r->n_groups; group++)
@@ -197,8 +198,22 @@ void dpl_model_close(dpl_model **model) {
     *model = NULL;
 }
 
+static void settle_grad(const dpl_model *m, dpl_param *param) {
+    if (param->stale) dpl_zero(m->ctx, dpl_model_grad(m, param), param->elems * sizeof(float));
+    param->stale = false;
+}
+
+// Matrices get their gradient from products, which can as well replace it: to zero it first would
+// take as long as the norm of all gradients. To the others single elements are added.
 void dpl_model_zero_grads(dpl_model *m) {
-    dpl_zero(m->ctx, m->params.grad, m->params.elems * sizeof(float));
+    for (dpl_param *p = m->params.list; p < m->params.list + m->params.n; p++) {
+        p->stale = true;
+        if (p->kind > DPL_GATE_UP || p->id == DPL_P_EMBED) settle_grad(m, p);
+    }
+}
+
+void dpl_model_settle_grads(dpl_model *m) {
+    for (size_t i = 0; i < m->params.n; i++) settle_grad(m, &m->params.list[i]);
 }
 
 void dpl_model_refresh(dpl_model *m) {
@@ -211,7 +226,9 @@ dpl_weight dpl_model_weight(const dpl_model *m, const dpl_param *param) {
     const dpl_dtype dtype = param->id == DPL_P_ROUTER ? DPL_F32 : m->dtype;
     const void *p = m->params.master + param->offset;
     if (dtype == DPL_BF16) p = m->params.copy + param->offset;
-    return (dpl_weight){p, dtype, param->n_groups, param->n, param->k, dpl_model_grad(m, param)};
+    float *grad = dpl_model_grad(m, param);
+    bool *stale = &m->params.list[param - m->params.list].stale;
+    return (dpl_weight){p, dtype, param->n_groups, param->n, param->k, grad, stale};
 }
 
 /* ---- row-major slices ---- */
