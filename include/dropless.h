@@ -73,7 +73,8 @@ typedef struct dpl_ctx dpl_ctx;
 DPL_API dpl_status dpl_ctx_open(int n_threads, dpl_ctx **ctx_out);
 DPL_API void dpl_ctx_close(dpl_ctx **ctx);
 
-/** Threads, the caller included, 0 for NULL; CPU level: "ref", "avx2" or "avx512", "" for NULL. */
+/** Threads, the caller included, 0 for NULL; CPU level: "ref", "avx2", "avx512", "avx512_bf16", "amx"
+ * or (for tests, by DPL_CPU alone) "tiles", "" for NULL. */
 DPL_API int dpl_ctx_threads(const dpl_ctx *ctx);
 DPL_API const char *dpl_ctx_cpu_level(const dpl_ctx *ctx);
 

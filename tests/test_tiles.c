@@ -222,25 +222,24 @@ static void check_peak(const dpl_gemm_kernels *g) {
 }
 
 /* ---- tables ---------------------------------------------------------------------------------- */
-static bool open_table(void (*set)(dpl_kernels *k), dpl_cpu_level needs, dpl_gemm_kernels *g_out) {
+static dpl_gemm_kernels open_table(void (*set)(dpl_kernels *k), dpl_cpu_level needs) {
     const dpl_cpu_level level = dpl_cpu_level_machine();
     if (level < needs) {
         print_message("SKIPPED: needs %s, this machine is %s\n", dpl_cpu_level_name(needs),
                       dpl_cpu_level_name(level));
-        return false;
+        skip();
     }
     dpl_kernels k = {0};
     set(&k);
-    *g_out = k.gemm[DPL_BF16];
-    print_message("%s, seed %d\n", g_out->name, SEED);
-    return true;
+    print_message("%s, seed %d\n", k.gemm[DPL_BF16].name, SEED);
+    return k.gemm[DPL_BF16];
 }
 
-#define TEST(what, table, needs)                                          \
-    static void test_##what##_##table(void **state) {                     \
-        (void)state;                                                      \
-        dpl_gemm_kernels g;                                               \
-        if (open_table(dpl_kernels_##table, needs, &g)) check_##what(&g); \
+#define TEST(what, table, needs)                                           \
+    static void test_##what##_##table(void **state) {                      \
+        (void)state;                                                       \
+        const dpl_gemm_kernels g = open_table(dpl_kernels_##table, needs); \
+        check_##what(&g);                                                  \
     }
 TEST(products, tiles, DPL_CPU_AVX2)
 TEST(least, tiles, DPL_CPU_AVX2)

@@ -180,11 +180,11 @@ INLINE void rows_as(dpl_gemm_load load, size_t m, size_t kc, const void *src, si
 typedef uint32_t pairs __attribute__((vector_size(32)));
 
 #define SHUFFLE2(i, j, low, high)                                     \
-    {                                                                 \
+    do {                                                              \
         const pairs first = __builtin_shufflevector(r[i], r[j], low); \
         r[j] = __builtin_shufflevector(r[i], r[j], high);             \
         r[i] = first;                                                 \
-    }
+    } while (0)
 #define LOW_32   0, 8, 1, 9, 4, 12, 5, 13
 #define HIGH_32  2, 10, 3, 11, 6, 14, 7, 15
 #define LOW_64   0, 1, 8, 9, 4, 5, 12, 13
@@ -196,10 +196,13 @@ typedef uint32_t pairs __attribute__((vector_size(32)));
 INLINE void transpose_8x16(const uint32_t (*from)[32], size_t n, uint16_t *dst) {
     pairs r[8];
     UNROLL for (int q = 0; q < 8; q++) memcpy(&r[q], from[q], sizeof r[q]);
-    UNROLL for (int q = 0; q < 8; q += 2) SHUFFLE2(q, q + 1, LOW_32, HIGH_32)
-        UNROLL for (int q = 0; q < 4; q++) SHUFFLE2(q + (q & 2), q + (q & 2) + 2, LOW_64, HIGH_64)
-            UNROLL for (int q = 0; q < 4; q++) SHUFFLE2(q, q + 4, LOW_128, HIGH_128)
-                UNROLL for (size_t q = 0; q < 8; q++) {
+    UNROLL for (int q = 0; q < 8; q += 2) SHUFFLE2(q, q + 1, LOW_32, HIGH_32);
+    UNROLL for (int q = 0; q < 8; q += 4) {
+        SHUFFLE2(q, q + 2, LOW_64, HIGH_64);
+        SHUFFLE2(q + 1, q + 3, LOW_64, HIGH_64);
+    }
+    UNROLL for (int q = 0; q < 4; q++) SHUFFLE2(q, q + 4, LOW_128, HIGH_128);
+    UNROLL for (size_t q = 0; q < 8; q++) {
         const size_t i = (q & 4) | (q & 1) << 1 | (q & 2) >> 1;
         if (i < n) memcpy(dst + i * 32, &r[q], sizeof r[q]);
     }
