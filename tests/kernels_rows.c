@@ -26,6 +26,12 @@ static void near_sum(kernel_test *t, double got, double want, size_t n, double u
     kernel_near(t, "sum", &difference, &zero, 1, (double)(n + 20) * u * TERM * 7);
 }
 
+static float *copy_of(kernel_test *t, const float *x, size_t n) {
+    float *copy = kernel_floats(t, n);
+    for (size_t i = 0; i < n; ++i) copy[i] = x[i];
+    return copy;
+}
+
 static void check_max(kernel_test *t) {
     EACH_SIZE(t, n) {
         float *x = kernel_random(t, n);
@@ -48,6 +54,25 @@ static void check_dot(kernel_test *t) {
     KERNEL_BENCH(t, N_BENCH, "elem", t->k->rows.dot(x, y, N_BENCH));
 }
 
+static void check_dot_as(kernel_test *t) {
+    for (int types = 0; types < 4; types++) EACH_SIZE(t, n) {
+            const float *x = kernel_random(t, n), *y = kernel_random(t, n);
+            uint16_t *x16 = kernel_buffer(t, n * 2), *y16 = kernel_buffer(t, n * 2);
+            float *x_is = copy_of(t, x, n), *y_is = copy_of(t, y, n);
+            t->ref->rows.to_bf16(x, x16, n);
+            t->ref->rows.to_bf16(y, y16, n);
+            if (types & 1) t->ref->rows.from_bf16(x16, x_is, n);
+            if (types & 2) t->ref->rows.from_bf16(y16, y_is, n);
+            const float got = t->k->rows.dot_as(
+                types & 1 ? DPL_BF16 : DPL_F32, types & 1 ? (const void *)x16 : x,
+                types & 2 ? DPL_BF16 : DPL_F32, types & 2 ? (const void *)y16 : y, n);
+            near_sum(t, (double)got, (double)t->ref->rows.dot(x_is, y_is, n), n, U);
+        }
+    t->aligned = true;
+    const uint16_t *x = kernel_random_bf16(t, N_BENCH), *y = kernel_random_bf16(t, N_BENCH);
+    KERNEL_BENCH(t, N_BENCH, "elem", t->k->rows.dot_as(DPL_BF16, x, DPL_BF16, y, N_BENCH));
+}
+
 static void check_sum_f64(kernel_test *t) {
     for (int squares = 0; squares < 2; squares++) EACH_SIZE(t, n) {
             float *x = kernel_random(t, n);
@@ -61,12 +86,6 @@ static void check_sum_f64(kernel_test *t) {
     t->aligned = true;
     const float *x = kernel_random(t, N_BENCH);
     KERNEL_BENCH(t, N_BENCH, "elem", t->k->rows.sum_f64(x, true, N_BENCH));
-}
-
-static float *copy_of(kernel_test *t, const float *x, size_t n) {
-    float *copy = kernel_floats(t, n);
-    for (size_t i = 0; i < n; ++i) copy[i] = x[i];
-    return copy;
 }
 
 static void check_axpy(kernel_test *t) {
@@ -315,6 +334,158 @@ static void check_swiglu_backward(kernel_test *t) {
     KERNEL_BENCH(t, N_BENCH, "elem", t->k->rows.swiglu_backward(dh, gate_up, 1, got, N_BENCH));
 }
 
+/* ---- attention, against its statement in fp64 ---- */
+#define WIDTH 32
+#define SCALE 0.5 // of scores that are below 30: p differs by a few roundings of numbers up to 40
+
+typedef struct score_case {
+    dpl_scores b;
+    size_t n;
+    float *score;
+    int32_t segment[2][N_MAX]; // of rows and columns
+} score_case;
+
+static void draw_scores(kernel_test *t, score_case *c) {
+    c->n = kernel_pick(t, 1, 70);
+    c->b = (dpl_scores){.scale = (float)SCALE, .key_minus_query = -1000};
+    c->score = kernel_random(t, c->n * WIDTH);
+    t->ref->rows.scale(4, c->score, c->n * WIDTH);
+    for (int i = 0; i < 3; ++i) c->score[kernel_pick(t, 0, c->n * WIDTH - 1)] = NAN;
+    if (kernel_pick(t, 0, 1)) c->b.key_minus_query = (int32_t)kernel_pick(t, 0, 100) - 50;
+    if (kernel_pick(t, 0, 1)) return;
+    for (size_t i = 0; i < c->n; ++i) c->segment[0][i] = (int32_t)kernel_pick(t, 1, 2);
+    for (size_t i = 0; i < WIDTH; ++i) c->segment[1][i] = (int32_t)kernel_pick(t, 1, 3);
+    c->b.row_segment = c->segment[0];
+    c->b.column_segment = c->segment[1];
+}
+
+static bool is_seen(const score_case *c, size_t i, size_t j, bool row_is_key) {
+    const int64_t row = (int64_t)i, column = (int64_t)j;
+    const int64_t key = (row_is_key ? row : column) + c->b.key_minus_query;
+    if (key > (row_is_key ? column : row)) return false;
+    return !c->b.row_segment || c->segment[0][i] == c->segment[1][j];
+}
+
+// That the pairs of rows of y are those of x, rounded; an odd last row has zeros.
+static void same_pairs(kernel_test *t, const char *what, const uint16_t *y, const float *x,
+                       size_t n) {
+    uint16_t want[2 * WIDTH];
+    for (size_t i = 0; i < n; i += 2) {
+        for (size_t j = 0; j < 2 * WIDTH; ++j)
+            want[j] = i + j % 2 < n ? dpl_f32_to_bf16(x[(i + j % 2) * WIDTH + j / 2]) : 0;
+        kernel_same(t, what, y + i * WIDTH, want, sizeof want);
+    }
+}
+
+static void check_softmax(kernel_test *t) {
+    score_case c;
+    for (size_t i_try = 0; i_try < N_TRIES; ++i_try, kernel_done(t)) {
+        draw_scores(t, &c);
+        const size_t n = c.n;
+        float *max = kernel_random(t, WIDTH), *sum = kernel_random(t, WIDTH);
+        for (size_t j = 0; j < WIDTH; ++j) {
+            max[j] = i_try % 2 ? 9 * max[j] : -INFINITY; // something was seen before, or nothing
+            sum[j] = i_try % 2 ? fabsf(sum[j]) : 0;
+        }
+        float *want = kernel_floats(t, n * WIDTH), want_state[3][WIDTH];
+        for (size_t j = 0; j < WIDTH; ++j) {
+            double top = (double)max[j], total = 0;
+            for (size_t i = 0; i < n; ++i)
+                if (is_seen(&c, i, j, true)) top = fmax(top, (double)c.score[i * WIDTH + j]);
+            for (size_t i = 0; i < n; ++i) {
+                const double s = (double)c.score[i * WIDTH + j];
+                const double p = is_seen(&c, i, j, true) ? exp(SCALE * (s - top)) : 0;
+                total += p;
+                want[i * WIDTH + j] = (float)p;
+            }
+            const double shrink = isinf(max[j]) ? 1 : exp(SCALE * ((double)max[j] - top));
+            want_state[0][j] = (float)top;
+            want_state[1][j] = (float)((double)sum[j] * shrink + total);
+            want_state[2][j] = (float)shrink;
+        }
+        float *copy = copy_of(t, c.score, n * WIDTH), *shrink = kernel_floats(t, WIDTH);
+        float *max2 = copy_of(t, max, WIDTH), *sum2 = copy_of(t, sum, WIDTH);
+        float *shrink2 = kernel_floats(t, WIDTH);
+        uint16_t *pairs = kernel_buffer(t, dpl_round_up(n, 2) * WIDTH * sizeof *pairs);
+        const bool shrinks = t->k->rows.softmax(&c.b, n, c.score, NULL, max, sum, shrink);
+        kernel_near(t, "p", c.score, want, n * WIDTH, 80 * U);
+        kernel_near(t, "max", max, want_state[0], WIDTH, 0);
+        kernel_near(t, "sum", sum, want_state[1], WIDTH, 80 * U * (double)(n + 7));
+        kernel_near(t, "shrink", shrink, want_state[2], WIDTH, 80 * U);
+        for (size_t j = 0; j < WIDTH; ++j)
+            if (shrink[j] != 1 && !shrinks) kernel_same(t, "to be shrunk", "0", "1", 1);
+        t->k->rows.softmax(&c.b, n, copy, pairs, max2, sum2, shrink2);
+        same_pairs(t, "pairs", pairs, c.score, n);
+        kernel_same(t, "max", max2, max, WIDTH * sizeof *max);
+        kernel_same(t, "sum", sum2, sum, WIDTH * sizeof *sum);
+        kernel_same(t, "shrink", shrink2, shrink, WIDTH * sizeof *shrink);
+    }
+    t->aligned = true;
+    const size_t n = N_BENCH / WIDTH;
+    float *score = kernel_random(t, N_BENCH), *max = kernel_random(t, WIDTH);
+    float *sum = kernel_random(t, WIDTH), *shrink = kernel_floats(t, WIDTH);
+    uint16_t *pairs = kernel_buffer(t, N_BENCH * sizeof *pairs);
+    c.b = (dpl_scores){.scale = 1, .key_minus_query = -1000};
+    KERNEL_BENCH(t, N_BENCH, "elem", t->k->rows.softmax(&c.b, n, score, pairs, max, sum, shrink));
+}
+
+static void check_softmax_backward(kernel_test *t) {
+    score_case c;
+    for (size_t i_try = 0; i_try < N_TRIES; ++i_try, kernel_done(t)) {
+        draw_scores(t, &c);
+        const size_t n = c.n;
+        float *dp = kernel_random(t, n * WIDTH), *lse = kernel_random(t, n);
+        for (size_t i = 0; i < n; ++i) lse[i] += 20; // so that p is below 1
+        c.b.lse = lse;
+        c.b.delta = kernel_random(t, n);
+        float *want_p = kernel_floats(t, n * WIDTH), *want_d = kernel_floats(t, n * WIDTH);
+        for (size_t i = 0; i < n; ++i)
+            for (size_t j = 0; j < WIDTH; ++j) {
+                const double s = SCALE * (double)c.score[i * WIDTH + j] - (double)lse[i];
+                const double p = is_seen(&c, i, j, false) ? exp(s) : 0;
+                const double d = (double)dp[i * WIDTH + j] - (double)c.b.delta[i];
+                want_p[i * WIDTH + j] = (float)p;
+                want_d[i * WIDTH + j] = (float)(p * d * SCALE);
+            }
+        float *score2 = copy_of(t, c.score, n * WIDTH), *dp2 = copy_of(t, dp, n * WIDTH);
+        const size_t bytes = n * WIDTH * sizeof(uint16_t);
+        const size_t pair_bytes = dpl_round_up(n, 2) * WIDTH * sizeof(uint16_t);
+        uint16_t *p_pairs = kernel_buffer(t, pair_bytes), *d_pairs = kernel_buffer(t, pair_bytes);
+        uint16_t *d_rows = kernel_buffer(t, bytes), *want_rows = kernel_buffer(t, bytes);
+        t->k->rows.softmax_backward(&c.b, n, c.score, dp, NULL, NULL, NULL);
+        kernel_near(t, "p", c.score, want_p, n * WIDTH, 80 * U);
+        kernel_near(t, "d", dp, want_d, n * WIDTH, 7 * 84 * U);
+        t->k->rows.softmax_backward(&c.b, n, score2, dp2, p_pairs, d_pairs, d_rows);
+        same_pairs(t, "pairs of p", p_pairs, c.score, n);
+        same_pairs(t, "pairs of d", d_pairs, dp, n);
+        for (size_t i = 0; i < n * WIDTH; ++i) want_rows[i] = dpl_f32_to_bf16(dp[i]);
+        kernel_same(t, "rows of d", d_rows, want_rows, bytes);
+    }
+    t->aligned = true;
+    const size_t n = N_BENCH / WIDTH;
+    float *score = kernel_random(t, N_BENCH), *dp = kernel_random(t, N_BENCH);
+    const float *lse = kernel_random(t, n);
+    uint16_t *pairs = kernel_buffer(t, N_BENCH * 6);
+    c.b = (dpl_scores){.scale = 1, .key_minus_query = -1000, .lse = lse, .delta = lse};
+    KERNEL_BENCH(t, N_BENCH, "elem",
+                 t->k->rows.softmax_backward(&c.b, n, score, dp, pairs, pairs + N_BENCH,
+                                             pairs + 2 * N_BENCH));
+}
+
+static void check_scale_columns(kernel_test *t) {
+    EACH_SIZE(t, n) {
+        float *x = kernel_random(t, n * WIDTH), *want = copy_of(t, x, n * WIDTH);
+        const float *factor = kernel_random(t, WIDTH);
+        t->k->rows.scale_columns(factor, x, n);
+        for (size_t i = 0; i < n * WIDTH; ++i) want[i] *= factor[i % WIDTH];
+        kernel_same(t, "scaled", x, want, n * WIDTH * sizeof *x);
+    }
+    t->aligned = true;
+    float *x = kernel_random(t, N_BENCH), factor[WIDTH];
+    for (size_t i = 0; i < WIDTH; ++i) factor[i] = 1;
+    KERNEL_BENCH(t, N_BENCH, "elem", t->k->rows.scale_columns(factor, x, N_BENCH / WIDTH));
+}
+
 static void check_adamw(kernel_test *t) {
     const dpl_adamw rule = {.lr = 0.01f,
                             .b1 = 0.9f,
@@ -349,6 +520,7 @@ static void check_adamw(kernel_test *t) {
 const kernel_entry kernel_row_entries[] = {
     {"row_max", check_max},
     {"row_dot", check_dot},
+    {"row_dot_as", check_dot_as},
     {"row_sum_f64", check_sum_f64},
     {"row_axpy", check_axpy},
     {"row_add", check_add},
@@ -365,6 +537,9 @@ const kernel_entry kernel_row_entries[] = {
     {"row_rope", check_rope},
     {"row_swiglu_forward", check_swiglu_forward},
     {"row_swiglu_backward", check_swiglu_backward},
+    {"row_softmax", check_softmax},
+    {"row_softmax_backward", check_softmax_backward},
+    {"row_scale_columns", check_scale_columns},
     {"row_adamw", check_adamw},
     {NULL, NULL},
 };

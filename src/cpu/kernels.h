@@ -76,9 +76,19 @@ typedef struct dpl_gemm_kernels {
 // in a fixed order.
 struct dpl_adamw; // ops.h
 
+// A block of attention scores, n rows of 32 columns. A query sees the keys of its segment that are
+// not later; what it does not see counts as a score of -inf.
+typedef struct dpl_scores {
+    float scale;                                 // > 0
+    int32_t key_minus_query;                     // positions of the first key and the first query
+    const int32_t *row_segment, *column_segment; // NULL: all one segment
+    const float *lse, *delta;                    // of each row; backward only
+} dpl_scores;
+
 typedef struct dpl_row_kernels {
     float (*max)(const float *x, size_t n); // -inf for n = 0; NaNs are passed over
     float (*dot)(const float *x, const float *y, size_t n);
+    float (*dot_as)(dpl_dtype x_type, const void *x, dpl_dtype y_type, const void *y, size_t n);
     double (*sum_f64)(const float *x, bool squares, size_t n);
 
     void (*axpy)(float a, const float *x, float *y, size_t n); // y += a * x
@@ -113,6 +123,19 @@ typedef struct dpl_row_kernels {
     // dgate_up, padding 0; returns the sum of dh * silu(g) * u
     float (*swiglu_backward)(const float *dh, const float *gate_up, float w, float *dgate_up,
                              size_t f);
+
+    // Attention: rows are keys, columns queries. Scores become p = exp(scale * (score - max)) of the
+    // largest so far, 0 where that is below 2^-125: in place, or in `pairs` with each two rows as
+    // pairs of bf16 (an odd last row and 0). max, sum: of each column so far, from -inf and 0 on;
+    // shrink: what sums from before are to be multiplied by. Returns whether one of them is not 1.
+    bool (*softmax)(const dpl_scores *b, size_t n, float *score, uint16_t *pairs, float *max,
+                    float *sum, float *shrink);
+    // Rows are queries, columns keys. score becomes p = exp(scale * score - lse), dp becomes
+    // d = p * (dp - delta) * scale: in place, or in bf16, where subnormals may be 0: both as pairs
+    // of rows, and d as rows, too.
+    void (*softmax_backward)(const dpl_scores *b, size_t n, float *score, float *dp,
+                             uint16_t *p_pairs, uint16_t *d_pairs, uint16_t *d_rows);
+    void (*scale_columns)(const float *factor, float *x, size_t n); // x (n, 32) *= factor (32)
 
     void (*adamw)(const struct dpl_adamw *a, const float *grad, float *param, float *m, float *v,
                   size_t n);

@@ -385,8 +385,10 @@ static void row_adamw(const dpl_adamw *rule, const float *grad, float *param, fl
     }
 }
 
-#define ROW_KERNELS                                                                             \
-    row_max, row_dot, row_sum_f64, row_axpy, row_add, row_scale, row_sum_rows, row_exp_sub_sum, \
-        row_sigmoid, row_to_bf16, row_to_bf16_pairs, row_from_bf16, row_norm_forward,           \
-        row_norm_dot, row_norm_backward, row_rope, row_swiglu_forward, row_swiglu_backward,     \
-        row_adamw
+#include "cpu/kernels_softmax_tmpl.h"
+
+#define ROW_KERNELS                                                                        \
+    row_max, row_dot, row_dot_as, row_sum_f64, row_axpy, row_add, row_scale, row_sum_rows, \
+        row_exp_sub_sum, row_sigmoid, row_to_bf16, row_to_bf16_pairs, row_from_bf16,       \
+        row_norm_forward, row_norm_dot, row_norm_backward, row_rope, row_swiglu_forward,   \
+        row_swiglu_backward, row_softmax, row_softmax_backward, row_scale_columns, row_adamw
