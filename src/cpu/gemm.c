@@ -8,7 +8,10 @@
 // weights.
 #include "cpu/row_io.h"
 
-#define LINE       64  // bytes that one fetch brings
+#define LINE       64 // bytes that one fetch brings
+#define PAGE       ((size_t)4096)
+#define MANY_TILES 8 // of a block: fewer pages at a time
+#define FEW_ROWS   5
 #define M_BLOCK    256 // rows of a block, at most
 #define M_SPLIT    64  // rows are not split finer than this for more tasks
 #define P_SUMS     32  // panels of a block whose sums have to wait for more of the contraction
@@ -167,6 +170,12 @@ static void pack_left(const gemm_block *b, size_t first, size_t m, size_t l, siz
         pack(load_of(x.dtype, part), m, depth, x.p, x.ld, m, to);
 }
 
+// Into L1, while what comes before is packed.
+static void fetch_piece(dpl_mat m, size_t n_rows) {
+    const size_t bytes = n_rows * DPL_PANEL * dpl_dtype_bytes(m.dtype);
+    for (size_t i = 0; i < bytes; i += LINE) __builtin_prefetch((const uint8_t *)m.p + i, 0, 3);
+}
+
 static void pack_right(const gemm_block *b, size_t p, size_t l0, size_t depth, size_t part) {
     const gemm_args *a = b->a;
     const size_t n = panel_cols(b, p);
@@ -179,9 +188,11 @@ static void pack_right(const gemm_block *b, size_t p, size_t l0, size_t depth, s
         return;
     }
     // 32 rows of each panel of n: the padding of the last one is there to be read.
-    for (size_t l = 0; l < depth; l += DPL_PANEL, to += DPL_PANEL * DPL_PANEL * b->g->right_bytes)
-        (from.dtype == DPL_BF16 ? b->g->right_pairs : b->g->right_rows)(
-            load, n, DPL_PANEL, right_at(b, p, l0 + l).p, DPL_PANEL, DPL_PANEL, to);
+    const dpl_gemm_packer pack = from.dtype == DPL_BF16 ? b->g->right_pairs : b->g->right_rows;
+    for (size_t l = 0; l < depth; l += DPL_PANEL, to += DPL_PANEL * DPL_PANEL * b->g->right_bytes) {
+        if (l + DPL_PANEL < depth) fetch_piece(right_at(b, p, l0 + l + DPL_PANEL), n);
+        pack(load, n, DPL_PANEL, right_at(b, p, l0 + l).p, DPL_PANEL, DPL_PANEL, to);
+    }
 }
 
 // The right operand (depth, 32) of panel p from contraction index l0 on: weights of this class are
@@ -233,27 +244,47 @@ static bool next_chunk(const gemm_block *b, size_t *p, size_t *l0) {
     return end < b->depth;
 }
 
+// The weight of the next chunk in forward, whose lines follow each other: as many pages in turn as
+// the kernels like, since the hardware fetches along each of them too.
+static dpl_gemm_ahead fetch_pages(const gemm_block *b, const uint8_t *w, size_t bytes, size_t depth,
+                                  size_t i) {
+    const size_t slots = dpl_div_up(depth, b->g->fetch), lines = dpl_div_up(bytes, LINE);
+    const size_t most = b->n_tiles < MANY_TILES ? b->g->pages : b->g->pages / 2;
+    const size_t pages = DPL_MAX(1, DPL_MIN(most, bytes / PAGE));
+    const size_t each = dpl_div_up(lines, slots * b->n_tiles), first = i * each * slots;
+    const size_t at = first / (pages * PAGE / LINE) * pages * PAGE + first / pages * LINE % PAGE;
+    return (dpl_gemm_ahead){w + at, PAGE, pages, LINE - (pages - 1) * PAGE, each};
+}
+
 // In forward and dgrad: the rows that the next tile packs, or this tile's part of the weight that
 // is used next.
 static dpl_gemm_ahead fetch_ahead(const gemm_block *b, size_t p, size_t l0, size_t depth,
                                   size_t i) {
     const gemm_args *a = b->a;
+    const size_t slots = dpl_div_up(depth, b->g->fetch);
     if (a->op == WGRAD) return fetch_wgrad(b, p, l0, depth, i);
     if (p == b->p0 && i + 1 < b->n_tiles) {
         const dpl_mat x = left_at(b, tile_first(b, i + 1), l0);
         const size_t elem = dpl_dtype_bytes(x.dtype), lines = dpl_div_up(depth * elem, LINE);
-        return (dpl_gemm_ahead){x.p, LINE, lines, x.ld * elem - (lines - 1) * LINE, 1};
+        return (dpl_gemm_ahead){x.p, LINE, lines, x.ld * elem - (lines - 1) * LINE,
+                                dpl_div_up(lines * b->g->mr, slots)};
     }
     if (!next_chunk(b, &p, &l0)) return fetch_nothing(b);
     const size_t l = l0 + i * DPL_MIN(b->chunk, b->depth - l0) / b->n_tiles;
     const dpl_mat w = right_at(b, p, l);
     const size_t row_bytes = DPL_PANEL * dpl_dtype_bytes(w.dtype);
-    const size_t step = row_bytes * b->g->fetch / b->n_tiles;
-    if (a->op == FORWARD) return (dpl_gemm_ahead){w.p, step, depth, 0, 1};
+    if (a->op == FORWARD && b->g->pages > 1)
+        return fetch_pages(b, right_at(b, p, l0).p, DPL_MIN(b->chunk, b->depth - l0) * row_bytes,
+                           depth, i);
+    // At few rows memory is the limit, and the hardware sees a plain stream coming.
+    if (a->op == FORWARD && b->m < FEW_ROWS) return fetch_nothing(b);
+    const size_t slot_bytes = row_bytes * b->g->fetch / b->n_tiles;
+    const size_t each = dpl_div_up(slot_bytes, LINE), step = slot_bytes / each;
+    if (a->op == FORWARD) return (dpl_gemm_ahead){w.p, step, each * slots, step, each};
     // 32 rows of each panel of n.
     const size_t others = DPL_MAX(b->k_rows, (size_t)DPL_PANEL) - DPL_PANEL;
-    return (dpl_gemm_ahead){w.p, step, DPL_PANEL / b->g->fetch * b->n_tiles,
-                            others * row_bytes + step, 1};
+    return (dpl_gemm_ahead){w.p, step, DPL_PANEL / b->g->fetch * b->n_tiles * each,
+                            others * row_bytes + step, each};
 }
 
 /* ---- one block ------------------------------------------------------------------------------- */

@@ -24,9 +24,9 @@
 #define DPL_GEMM_KC    256
 #define DPL_GEMM_BLOCK ((size_t)512 << 10) // half of the smallest L2 of today's servers
 
-// What a tile product fetches into L2 on its way, for a later one: each `fetch` l (of the class)
-// `each` lines one after another. The first at p; then p moves on by `step` bytes, but each time
-// that `run` lines are done by `jump` bytes. Kernels may take `each` above 1 as lines side by side.
+// What a tile product fetches into L2 on its way, for a later one: at each `fetch` l (of the class)
+// `each` lines. The first at p; then p moves on by `step` bytes, but each time that `run` lines (a
+// multiple of `each`) are done by `jump` bytes.
 typedef struct dpl_gemm_ahead {
     const void *p;
     size_t step, run, jump, each;
@@ -47,12 +47,13 @@ typedef void (*dpl_gemm_packer)(dpl_gemm_load load, size_t m, size_t kc, const v
 
 typedef struct dpl_gemm_kernels {
     const char *name;
-    size_t mr;          // the most rows that a tile may have
-    size_t kc;          // the longest contraction of one product; longer ones are added in order
-    size_t depth;       // a packed left operand is padded to a multiple of this
+    size_t mr;    // the most rows that a tile may have
+    size_t kc;    // the longest contraction of one product; longer ones are added in order
+    size_t depth; // a packed left operand is padded to a multiple of this
     size_t left_bytes, right_bytes; // of a packed element; right: 4 in F32, 2 in BF16
-    size_t fetch;       // the l of one step of dpl_gemm_ahead
-    size_t block_bytes; // of packed left operand that are kept in L2
+    size_t fetch;                   // the l of one step of dpl_gemm_ahead
+    size_t block_bytes;             // of packed left operand that are kept in L2
+    size_t pages;                   // in which a stream of weights is best fetched in turn
     // c[i*ldc + j] (+= if add, else =) the product of i < m <= mr and j < 32 over kc.
     void (*tile)(size_t m, size_t kc, const void *a, const void *b, float *c, size_t ldc, bool add,
                  dpl_gemm_ahead ahead);

@@ -27,8 +27,9 @@ typedef enum tile_kind { TILE_F32, TILE_PAIRS, TILE_DOT } tile_kind;
     }
 #define FETCH                                  \
     _mm_prefetch(fetch, _MM_HINT_T1);          \
-    fetch += --left ? ahead.step : ahead.jump; \
-    left = left ? left : ahead.run;
+    _mm_prefetch(fetch + beside, _MM_HINT_T1); \
+    fetch += --left ? step : jump;             \
+    left = left ? left : run;
 #define STEP(i)                                    \
     if (i < m) {                                   \
         const vec ai = OP(set1_ps)(a[i]);          \
@@ -53,7 +54,11 @@ typedef enum tile_kind { TILE_F32, TILE_PAIRS, TILE_DOT } tile_kind;
 INLINE void tile_rows(tile_kind kind, size_t m, size_t kc, const float *a, const float *b, float *c,
                       size_t ldc, bool add, dpl_gemm_ahead ahead) {
     const char *fetch = ahead.p;
-    size_t left = ahead.run;
+    // Two lines at a time at most: what is more than that would keep the loads waiting.
+    const size_t more = ahead.each > 1, beside = more * ahead.step;
+    const size_t step = ahead.step + beside, jump = ahead.jump + beside;
+    const size_t run = ahead.run >> more;
+    size_t left = run;
     EACH(ZERO)
     EACH(PREFETCH) // Also when c is only written: its lines arrive before they are needed.
     if (kind != TILE_PAIRS) {
@@ -83,8 +88,8 @@ INLINE void tile_rows(tile_kind kind, size_t m, size_t kc, const float *a, const
 }
 
 // Each row count has its own copy, so that few rows cost few instructions.
-#define ROWS(i)                                                           \
-    case i + 1:                                                           \
+#define ROWS(i)                                                       \
+    case i + 1:                                                       \
         tile_rows(kind, i + 1, kc, a, b + j, c + j, ldc, add, ahead); \
         break;
 
@@ -325,14 +330,14 @@ static inline double peak_fma(size_t n_rounds, float *sink) {
 }
 
 /* ---- tables ---------------------------------------------------------------------------------- */
-#define GEMM_F32(level)                                                                   \
-    {                                                                                     \
-        level, MR, DPL_GEMM_KC, 1, 4, 4, 1, DPL_GEMM_BLOCK, tile_f32, rows_f32, cols_f32, \
-            rows_f32, cols_f32, NULL, take, put, NULL, NULL, peak_fma                     \
+#define GEMM_F32(level)                                                                      \
+    {                                                                                        \
+        level, MR, DPL_GEMM_KC, 1, 4, 4, 1, DPL_GEMM_BLOCK, 1, tile_f32, rows_f32, cols_f32, \
+            rows_f32, cols_f32, NULL, take, put, NULL, NULL, peak_fma                        \
     }
-#define GEMM_BF16(level)                                                                    \
-    {                                                                                       \
-        level, MR, 2 * DPL_GEMM_KC, 2, 4, 2, 2, DPL_GEMM_BLOCK, tile_pairs, rows_rounded,   \
-            cols_rounded, rows_pairs, cols_pairs, pairs_pairs, take, put, flush_subnormals, \
-            restore_subnormals, peak_fma                                                    \
+#define GEMM_BF16(level)                                                                     \
+    {                                                                                        \
+        level, MR, 2 * DPL_GEMM_KC, 2, 4, 2, 2, DPL_GEMM_BLOCK, 1, tile_pairs, rows_rounded, \
+            cols_rounded, rows_pairs, cols_pairs, pairs_pairs, take, put, flush_subnormals,  \
+            restore_subnormals, peak_fma                                                     \
     }
