@@ -73,6 +73,14 @@ typedef struct dpl_ctx dpl_ctx;
 DPL_API dpl_status dpl_ctx_open(int n_threads, dpl_ctx **ctx_out);
 DPL_API void dpl_ctx_close(dpl_ctx **ctx);
 
+/** How products of fp32 operands are computed from now on: "default" or "highest" by multiply-adds;
+ * "bf16_x6" from three bf16 parts of each operand, without the three smallest of their products (an
+ * operand loses at most 2^-24 of itself, sums are fp32: as exact as multiply-adds); "bf16_x3" from
+ * two parts (relative errors of about 2^-16). With AMX both can be faster than multiply-adds, else
+ * they are slower. An infinite operand gives NaN. Any other text is DPL_EINVAL.
+ * Collective: no. Deterministic: the text alone decides, never the sizes. Cost: none. */
+DPL_API dpl_status dpl_ctx_set_precision(dpl_ctx *ctx, const char *matmul_precision);
+
 /** Threads, the caller included, 0 for NULL; CPU level: "ref", "avx2", "avx512", "avx512_bf16", "amx"
  * or (for tests, by DPL_CPU alone) "tiles", "" for NULL. */
 DPL_API int dpl_ctx_threads(const dpl_ctx *ctx);

@@ -347,6 +347,56 @@ static void test_against_fp64(void **state) {
     }
 }
 
+/* fp32 from parts of bf16: six products are as exact as multiply-adds, by the bound of those and by
+ * their error on a long sum; three leave 2^-16 of each product. */
+static double rms_error(const problem *p, dpl_ctx *ctx, const char *precision) {
+    result r = make_result(p);
+    assert_int_equal(dpl_ctx_set_precision(ctx, precision), DPL_OK);
+    run_problem(ctx, p, &r);
+    if (strcmp(precision, "bf16_x3") != 0) judge(p, &r);
+    double squares = 0, size = 0;
+    for (size_t row = 0; row < p->n_rows; ++row) {
+        for (size_t n = 0; n < p->n; ++n) {
+            double sum = 0;
+            for (size_t l = 0; l < p->k; ++l)
+                sum += element(p->x, row, l) * (double)p->w_plain[n * p->k + l];
+            const double e = element(r.y, row, n) - sum;
+            squares += e * e, size += sum * sum;
+        }
+    }
+    free_result(&r);
+    return sqrt(squares / size);
+}
+
+static void test_split_products(void **state) {
+    static const size_t chosen[] = {2, 6, 11, 12, 13};
+    static const shape long_sums = {1, {40}, 64, 2048, 0};
+    (void)state;
+    for (size_t l = 0; l < DPL_COUNT(levels); ++l) {
+        dpl_ctx *ctx = open_ctx(levels[l], 2, false);
+        if (!ctx) continue;
+        for (size_t i = 0; i < DPL_COUNT(chosen) * 2; ++i) {
+            problem p = shape_problem(&shapes[chosen[i / 2]], dtypes[i % 2]);
+            result r = make_result(&p);
+            assert_int_equal(dpl_ctx_set_precision(ctx, "bf16_x6"), DPL_OK);
+            run_problem(ctx, &p, &r);
+            judge(&p, &r);
+            free_result(&r);
+            free_problem(&p);
+        }
+        problem p = shape_problem(&long_sums, dtypes[0]);
+        const double fma = rms_error(&p, ctx, "highest"), six = rms_error(&p, ctx, "bf16_x6");
+        const double three = rms_error(&p, ctx, "bf16_x3");
+        print_message("%s: relative error of multiply-adds %.2g, six products %.2g, three %.2g\n",
+                      levels[l], fma, six, three);
+        assert_true(six < 2 * fma && six < 1e-6);
+        assert_true(three < 0x1p-16 && three > 2 * six);
+        free_problem(&p);
+        assert_int_equal(dpl_ctx_set_precision(ctx, "bf16_x2"), DPL_EINVAL);
+        dpl_ctx_close(&ctx);
+    }
+}
+
 static void test_threads_do_not_matter(void **state) {
     static const int n_threads[] = {1, 2, 3, 8};
     static const size_t chosen[] = {7, 12, 13, 14, 15};
@@ -589,6 +639,7 @@ int main(int argc, char **argv) {
     printf("seed %llu\n", (unsigned long long)seed);
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_against_fp64),
+        cmocka_unit_test(test_split_products),
         cmocka_unit_test(test_threads_do_not_matter),
         cmocka_unit_test(test_repeated_calls_are_equal),
         cmocka_unit_test(test_rows_are_independent),

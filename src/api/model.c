@@ -74,7 +74,10 @@ dpl_status dpl_model_open(dpl_ctx *ctx, const char *path, const dpl_config *conf
     } else {
         DPL_TRY(dpl_config_model(config, &sizes));
     }
-    if (config) dtype = dpl_options_dtype(&config->o);
+    if (config) {
+        dtype = dpl_options_dtype(&config->o);
+        DPL_TRY(dpl_ctx_set_precision(ctx, config->o.matmul_precision));
+    }
     dpl_status status = dpl_model_create(ctx, &sizes, dtype, &model);
     if (status == DPL_OK && path) status = dpl_model_load(model, dir);
     if (status == DPL_OK && !path) dpl_options_init(&config->o, model);

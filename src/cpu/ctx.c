@@ -78,6 +78,19 @@ void dpl_ctx_close(dpl_ctx **ctx) {
     *ctx = NULL;
 }
 
+dpl_status dpl_ctx_set_precision(dpl_ctx *ctx, const char *matmul_precision) {
+    DPL_NEED(ctx && matmul_precision);
+    static const char *const names[] = {"default", "highest", "bf16_x3", "bf16_x6"};
+    static const size_t parts[] = {0, 0, 2, 3};
+    for (size_t i = 0; i < DPL_COUNT(names); i++)
+        if (strcmp(matmul_precision, names[i]) == 0) {
+            ctx->f32_parts = parts[i];
+            return DPL_OK;
+        }
+    return dpl_fail(DPL_EINVAL, "matmul_precision '%s', expected %s, %s, %s or %s",
+                    matmul_precision, names[0], names[1], names[2], names[3]);
+}
+
 int dpl_ctx_threads(const dpl_ctx *ctx) {
     return ctx ? dpl_pool_threads(ctx->pool) : 0;
 }

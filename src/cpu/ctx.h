@@ -24,9 +24,7 @@ struct dpl_ctx {
     dpl_pool *pool;
     dpl_kernels *kernels;
     dpl_cpu_level level;
-    // 0: fp32 products by multiply-adds. 2 or 3: each operand as so many parts of bf16, of whose
-    // products 3 or 6 are added: relative errors of about 2^-16 and 2^-24 of |a| |b|.
-    size_t f32_parts;
+    size_t f32_parts; // 0: fp32 products by multiply-adds; else of so many bf16 (dropless.h)
     size_t memory_bytes;         // of this machine
     dpl_arena *arena;            // the step's memory; operators take temporary buffers from it too
     uint8_t *scratch;            // for use inside one task, a block of 4 MB per thread

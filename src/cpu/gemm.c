@@ -126,6 +126,11 @@ static size_t find_group(const gemm_args *a, size_t task) {
 }
 
 /* ---- operands of one block ------------------------------------------------------------------- */
+// What is stored in bf16 has one part.
+static size_t parts_of(const gemm_args *a, dpl_mat m) {
+    return m.dtype == DPL_BF16 ? 1 : a->n_parts;
+}
+
 static dpl_gemm_load load_of(dpl_dtype stored, size_t part) {
     if (stored == DPL_BF16) return DPL_LOAD_BF16;
     return part == 0 ? DPL_LOAD_F32 : part == 1 ? DPL_LOAD_PART2 : DPL_LOAD_PART3;
@@ -166,7 +171,7 @@ static void pack_left(const gemm_block *b, size_t first, size_t m, size_t l, siz
     const dpl_mat x = left_at(b, first, l);
     uint8_t *to = packed_left(b, first, l, depth);
     const dpl_gemm_packer pack = b->a->op == WGRAD ? b->g->left_cols : b->g->left_rows;
-    for (size_t part = 0; part < b->a->n_parts; part++, to += b->part_a)
+    for (size_t part = 0; part < parts_of(b->a, x); part++, to += b->part_a)
         pack(load_of(x.dtype, part), m, depth, x.p, x.ld, m, to);
 }
 
@@ -199,7 +204,8 @@ static void pack_right(const gemm_block *b, size_t p, size_t l0, size_t depth, s
 // used in place.
 static const uint8_t *right_panel(const gemm_block *b, size_t p, size_t l0, size_t depth) {
     if (b->a->op == FORWARD && b->a->n_parts == 1) return right_at(b, p, l0).p;
-    for (size_t part = 0; part < b->a->n_parts; part++) pack_right(b, p, l0, depth, part);
+    for (size_t part = 0; part < parts_of(b->a, b->a->right); part++)
+        pack_right(b, p, l0, depth, part);
     return b->packed_b;
 }
 
@@ -251,9 +257,13 @@ static dpl_gemm_ahead fetch_pages(const gemm_block *b, const uint8_t *w, size_t 
     const size_t slots = dpl_div_up(depth, b->g->fetch), lines = dpl_div_up(bytes, LINE);
     const size_t most = b->n_tiles < MANY_TILES ? b->g->pages : b->g->pages / 2;
     const size_t pages = DPL_MAX(1, DPL_MIN(most, bytes / PAGE));
+    // A chunk that is not whole pages is cut into as many pieces, of at least a page each.
+    const size_t rounds = DPL_MAX(1, bytes / (pages * PAGE));
+    const size_t piece = dpl_div_up(lines, pages * rounds) * LINE;
     const size_t each = dpl_div_up(lines, slots * b->n_tiles), first = i * each * slots;
-    const size_t at = first / (pages * PAGE / LINE) * pages * PAGE + first / pages * LINE % PAGE;
-    return (dpl_gemm_ahead){w + at, PAGE, pages, LINE - (pages - 1) * PAGE, each};
+    const size_t round = first / (pages * piece / LINE) * pages * piece;
+    const size_t at = round + first / pages * LINE % piece;
+    return (dpl_gemm_ahead){w + at, piece, pages, LINE - (pages - 1) * piece, each};
 }
 
 // In forward and dgrad: the rows that the next tile packs, or this tile's part of the weight that
@@ -291,10 +301,15 @@ static dpl_gemm_ahead fetch_ahead(const gemm_block *b, size_t p, size_t l0, size
 // One tile: of the parts of split operands all pairs that matter, in fp32.
 static void tile_product(const gemm_block *b, size_t m, size_t depth, const uint8_t *left,
                          const uint8_t *right, float *c, bool add, dpl_gemm_ahead ahead) {
+    const size_t n_left = parts_of(b->a, b->a->left), n_right = parts_of(b->a, b->a->right);
     for (size_t sum = 0; sum < b->a->n_parts; sum++)
-        for (size_t i = 0; i <= sum; i++, add = true)
+        for (size_t i = 0; i <= sum; i++) {
+            if (i >= n_left || sum - i >= n_right) continue;
             b->g->tile(m, depth, left + i * b->part_a, right + (sum - i) * b->part_b, c, DPL_PANEL,
                        add, ahead);
+            add = true;
+            ahead = fetch_nothing(b);
+        }
 }
 
 // Where the sums of panel p are, and the place of its first column in the result.

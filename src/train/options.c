@@ -36,7 +36,7 @@ static const char *const maxtext_keys[] = {
     MESH("context"), MESH("sequence"),
     "hardware", "skip_jax_distributed_system", "scan_layers", "param_scan_axis", "megablox",
     "jax_cache_dir", "enable_tensorboard", "log_config", "log_period", "metrics_file",
-    "override_model_config", "attention", "matmul_precision", "cast_logits_to_fp32",
+    "override_model_config", "attention", "cast_logits_to_fp32",
     "logits_dot_in_fp32", "float32_qk_product", "float32_logits", "float32_gate_logits",
     "float32_weight_sum", "ragged_buffer_factor", "moe_dropless_fallback", "use_ring_of_experts",
     "num_moe_token_chunks", "shard_optimizer_over_data", "shard_exp_on_fsdp", "base_num_kv_heads",

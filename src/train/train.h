@@ -67,6 +67,8 @@
     X(I, mtp_num_layers, "0", "0 .. 64", "Multi-token prediction depths.") \
     X(F, mtp_loss_scaling_factor, "0.1", "0 ..", "Weight of the multi-token prediction loss.") \
     X(C, dtype, "bfloat16", "float32|bfloat16", "Format of weights and activations in products.") \
+    X(C, matmul_precision, "default", "default|highest|bf16_x6|bf16_x3", \
+      "fp32 products: by multiply-adds, or as 6 or 3 products of bf16.") \
     X(C, weight_init, "fan_in", "fan_in|maxtext|normal", "Fan-in, MaxText's, or N(0, init_std).") \
     X(F, init_std, "0.02", "> 0", "Standard deviation of weight_init=normal.") \
     X(I, init_weights_seed, "0", "0 ..", "Seed of the initial weights.") \

@@ -54,6 +54,7 @@ static dpl_status open_model(dpl_trainer *t, const origin *from) {
     dpl_model_config sizes;
     if (from->dir[0]) DPL_TRY(dpl_config_adopt(t->config, from->dir, &sizes));
     else DPL_TRY(dpl_config_model(t->config, &sizes));
+    DPL_TRY(dpl_ctx_set_precision(t->ctx, t->o->matmul_precision));
     DPL_TRY(dpl_model_create(t->ctx, &sizes, dpl_options_dtype(t->o), &t->model));
     DPL_TRY(dpl_model_begin_training(t->model));
     dpl_options_warn(t->o, &sizes);
