@@ -301,37 +301,59 @@ static void check_rope(kernel_test *t) {
     KERNEL_BENCH(t, N_BENCH, "elem", t->k->rows.rope(angle, angle, 1, true, x, N_BENCH / 2));
 }
 
+// x as bf16, to which x is rounded as well.
+static uint16_t *rounded(kernel_test *t, float *x, size_t n) {
+    uint16_t *h = kernel_buffer(t, n * sizeof *h);
+    for (size_t i = 0; i < n; ++i) {
+        h[i] = dpl_f32_to_bf16(x[i]);
+        x[i] = dpl_bf16_to_f32(h[i]);
+    }
+    return h;
+}
+
 static void check_swiglu_forward(kernel_test *t) {
     EACH_SIZE(t, n) {
-        const float *gate_up = kernel_random(t, 2 * dpl_round_up(n, 16));
+        const size_t width = 2 * dpl_round_up(n, 16);
+        float *gate_up = kernel_random(t, width);
+        const uint16_t *gate_up_16 = rounded(t, gate_up, width);
         float *h = kernel_floats(t, n), *want = kernel_floats(t, n);
-        t->k->rows.swiglu_forward(gate_up, 0.6f, h, n);
-        t->ref->rows.swiglu_forward(gate_up, 0.6f, want, n);
+        uint16_t *h_16 = kernel_buffer(t, n * sizeof *h_16);
+        t->k->rows.swiglu_forward(DPL_F32, gate_up, 0.6f, h, n);
+        t->k->rows.swiglu_forward(DPL_BF16, gate_up_16, 0.6f, h_16, n);
+        t->ref->rows.swiglu_forward(DPL_F32, gate_up, 0.6f, want, n);
         kernel_near(t, "h", h, want, n, 12 * U * TERM);
+        kernel_same(t, "h of bf16", h_16, rounded(t, h, n), n * sizeof *h_16);
     }
     t->aligned = true;
-    const float *gate_up = kernel_random(t, 2 * N_BENCH);
-    float *h = kernel_floats(t, N_BENCH);
-    KERNEL_BENCH(t, N_BENCH, "elem", t->k->rows.swiglu_forward(gate_up, 1, h, N_BENCH));
+    const uint16_t *gate_up = kernel_random_bf16(t, 2 * N_BENCH);
+    uint16_t *h = kernel_buffer(t, N_BENCH * sizeof *h);
+    KERNEL_BENCH(t, N_BENCH, "elem", t->k->rows.swiglu_forward(DPL_BF16, gate_up, 1, h, N_BENCH));
 }
 
 static void check_swiglu_backward(kernel_test *t) {
     EACH_SIZE(t, n) {
         const size_t width = 2 * dpl_round_up(n, 16);
-        float *gate_up = kernel_random(t, width);
-        const float *dh = kernel_random(t, n);
+        float *gate_up = kernel_random(t, width), *dh = kernel_random(t, n);
+        uint16_t *gate_up_16 = rounded(t, gate_up, width), *dh_16 = rounded(t, dh, n);
         float *got = kernel_floats(t, width), *want = kernel_floats(t, width);
-        const float dw = t->k->rows.swiglu_backward(dh, gate_up, 0.6f, got, n);
-        const float want_dw = t->ref->rows.swiglu_backward(dh, gate_up, 0.6f, want, n);
+        const float dw = t->k->rows.swiglu_backward(DPL_F32, dh, gate_up, 0.6f, got, n);
+        const float want_dw = t->ref->rows.swiglu_backward(DPL_F32, dh, gate_up, 0.6f, want, n);
         kernel_near(t, "dgate_up", got, want, width, 16 * U * TERM * 7);
         near_sum(t, (double)dw, (double)want_dw, n + 12, U);
-        t->k->rows.swiglu_backward(dh, gate_up, 0.6f, gate_up, n);
+        t->k->rows.swiglu_backward(DPL_F32, dh, gate_up, 0.6f, gate_up, n);
         kernel_same(t, "dgate_up in place", gate_up, got, width * sizeof *got);
+        const float dw_16 = t->k->rows.swiglu_backward(DPL_BF16, dh_16, gate_up_16, 0.6f,
+                                                       gate_up_16, n);
+        kernel_same(t, "dgate_up of bf16", gate_up_16, rounded(t, got, width),
+                    width * sizeof *gate_up_16);
+        kernel_same(t, "dw of bf16", &dw_16, &dw, sizeof dw);
     }
     t->aligned = true;
-    const float *gate_up = kernel_random(t, 2 * N_BENCH), *dh = kernel_random(t, N_BENCH);
-    float *got = kernel_floats(t, 2 * N_BENCH);
-    KERNEL_BENCH(t, N_BENCH, "elem", t->k->rows.swiglu_backward(dh, gate_up, 1, got, N_BENCH));
+    const uint16_t *gate_up = kernel_random_bf16(t, 2 * N_BENCH),
+                   *dh = kernel_random_bf16(t, N_BENCH);
+    uint16_t *got = kernel_buffer(t, 2 * N_BENCH * sizeof *got);
+    KERNEL_BENCH(t, N_BENCH, "elem",
+                 t->k->rows.swiglu_backward(DPL_BF16, dh, gate_up, 1, got, N_BENCH));
 }
 
 /* ---- attention, against its statement in fp64 ---- */

@@ -119,11 +119,12 @@ typedef struct dpl_row_kernels {
     void (*rope)(const float *cos, const float *sin, float sign, bool interleaved, float *x,
                  size_t n);
 
-    // gate_up: blocks of 16 gate and 16 up columns, whole blocks always. h (f) = silu(g) * u * w
-    void (*swiglu_forward)(const float *gate_up, float w, float *h, size_t f);
-    // dgate_up, padding 0; returns the sum of dh * silu(g) * u
-    float (*swiglu_backward)(const float *dh, const float *gate_up, float w, float *dgate_up,
-                             size_t f);
+    // Rows of one type. gate_up: blocks of 16 gate and 16 up columns, whole blocks always.
+    // h (f) = silu(gate) * up * w
+    void (*swiglu_forward)(dpl_dtype type, const void *gate_up, float w, void *h, size_t f);
+    // dgate_up, padding 0; returns the sum of dh * silu(gate) * up
+    float (*swiglu_backward)(dpl_dtype type, const void *dh, const void *gate_up, float w,
+                             void *dgate_up, size_t f);
 
     // Attention: rows are keys, columns queries. Scores become p = exp(scale * (score - max)) of the
     // largest so far, 0 where that is below 2^-125: in place, or in `pairs` with each two rows as

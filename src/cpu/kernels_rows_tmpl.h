@@ -204,15 +204,42 @@ static inline reg times_power(reg p, reg n) {
 #endif
 }
 
-INLINE reg load_any(dpl_dtype type, const void *x, size_t i) {
+INLINE reg widened(const uint16_t *x) {
+#if defined(__AVX512F__) // gcc 12 makes two instructions of the conversion below
+    const __m512i u = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(const void *)x));
+    return (reg)_mm512_slli_epi32(u, 16);
+#else
     reg_u16 h;
-    if (type == DPL_F32) return load((const float *)x + i);
-    memcpy(&h, (const uint16_t *)x + i, sizeof h);
+    memcpy(&h, x, sizeof h);
     return (reg)(__builtin_convertvector(h, reg_u32) << 16);
+#endif
+}
+
+INLINE reg load_any(dpl_dtype type, const void *x, size_t i) {
+    return type == DPL_F32 ? load((const float *)x + i) : widened((const uint16_t *)x + i);
 }
 
 INLINE float at_any(dpl_dtype type, const void *x, size_t i) {
     return type == DPL_F32 ? ((const float *)x)[i] : dpl_bf16_to_f32(((const uint16_t *)x)[i]);
+}
+
+INLINE void store_any(dpl_dtype type, void *y, size_t i, reg v) {
+    if (type == DPL_F32) {
+        store((float *)y + i, v);
+        return;
+    }
+    const reg_u16 h = bf16_reg(v);
+    memcpy((uint16_t *)y + i, &h, sizeof h);
+}
+
+// A few elements.
+INLINE void copy_any(dpl_dtype type, const void *x, size_t x_at, dpl_dtype y_type, void *y,
+                     size_t y_at, size_t n) {
+    for (size_t i = 0; i < n; i++) {
+        const float v = at_any(type, x, x_at + i);
+        if (y_type == DPL_F32) ((float *)y)[y_at + i] = v;
+        else ((uint16_t *)y)[y_at + i] = dpl_f32_to_bf16(v);
+    }
 }
 
 INLINE void sum_rows(dpl_dtype type, const void *const *rows, size_t n_rows, bool accumulate,
@@ -317,53 +344,60 @@ static void row_rope(const float *cos, const float *sin, float sign, bool interl
 }
 
 /* ---- SwiGLU: gate_up comes in blocks of 16 gate and 16 up columns ---------------------------- */
-static inline void swiglu_block(const float *g, float w, float *h) {
-    for (int l = 0; l < LANES; l += REG) {
-        const reg gate = load(g + l), up = load(g + l + LANES);
-        store(h + l, gate * sigmoid_reg(gate) * up * w);
+INLINE void swiglu_block(dpl_dtype type, const void *g, size_t at, float w, dpl_dtype h_type,
+                         void *h, size_t h_at) {
+    for (size_t l = 0; l < LANES; l += REG) {
+        const reg gate = load_any(type, g, at + l), up = load_any(type, g, at + l + LANES);
+        store_any(h_type, h, h_at + l, gate * sigmoid_reg(gate) * up * w);
     }
 }
 
-static void row_swiglu_forward(const float *gate_up, float w, float *h, size_t f) {
+INLINE void swiglu_forward(dpl_dtype type, const void *gate_up, float w, void *h, size_t f) {
+    float t[LANES] = {0};
     size_t i = 0;
-    for (; i + LANES <= f; i += LANES) swiglu_block(gate_up + 2 * i, w, h + i);
-    if (i < f) {
-        float t[LANES];
-        swiglu_block(gate_up + 2 * i, w, t);
-        memcpy(h + i, t, (f - i) * sizeof *h);
-    }
+    for (; i + LANES <= f; i += LANES) swiglu_block(type, gate_up, 2 * i, w, type, h, i);
+    if (i < f) swiglu_block(type, gate_up, 2 * i, w, DPL_F32, t, 0);
+    copy_any(DPL_F32, t, 0, type, h, i, f - i);
+}
+
+static void row_swiglu_forward(dpl_dtype type, const void *gate_up, float w, void *h, size_t f) {
+    if (type == DPL_F32) swiglu_forward(DPL_F32, gate_up, w, h, f);
+    else swiglu_forward(DPL_BF16, gate_up, w, h, f);
 }
 
 // d silu(g) = s * (1 + g * (1 - s)), s = sigmoid(g)
-static inline void swiglu_grad_block(const float *dh, const float *g, float w, float *dg,
-                                     reg *sum) {
-    for (int l = 0; l < LANES; l += REG) {
-        const reg gate = load(g + l), up = load(g + l + LANES), d = load(dh + l), dw = d * w;
+INLINE void swiglu_grad_block(dpl_dtype type, const void *dh, const void *g, size_t i, float w,
+                              void *dg, reg *sum) {
+    for (size_t l = 0; l < LANES; l += REG) {
+        const reg gate = load_any(type, g, 2 * i + l), up = load_any(type, g, 2 * i + l + LANES);
+        const reg d = load_any(type, dh, i + l), dw = d * w;
         const reg s = sigmoid_reg(gate), silu = gate * s;
         sum[l / REG] += d * (silu * up);
-        store(dg + l, dw * up * (s * (1.0f + gate * (1.0f - s))));
-        store(dg + l + LANES, dw * silu);
+        store_any(type, dg, 2 * i + l, dw * up * (s * (1.0f + gate * (1.0f - s))));
+        store_any(type, dg, 2 * i + l + LANES, dw * silu);
     }
 }
 
-static float row_swiglu_backward(const float *dh, const float *gate_up, float w, float *dgate_up,
-                                 size_t f) {
+INLINE float swiglu_backward(dpl_dtype type, const void *dh, const void *gate_up, float w,
+                             void *dgate_up, size_t f) {
     reg sum[N_REGS] = {0};
     size_t i = 0;
-    for (; i + LANES <= f; i += LANES)
-        swiglu_grad_block(dh + i, gate_up + 2 * i, w, dgate_up + 2 * i, sum);
+    for (; i + LANES <= f; i += LANES) swiglu_grad_block(type, dh, gate_up, i, w, dgate_up, sum);
     if (i < f) { // The padding may hold anything: compute on copies where it is 0.
-        const size_t rest = f - i;
-        float d[LANES] = {0}, g[2 * LANES] = {0}, dg[2 * LANES] = {0};
-        memcpy(d, dh + i, rest * sizeof *d);
-        memcpy(g, gate_up + 2 * i, rest * sizeof *g);
-        memcpy(g + LANES, gate_up + 2 * i + LANES, rest * sizeof *g);
-        swiglu_grad_block(d, g, w, dg, sum);
-        memset(dgate_up + 2 * i, 0, sizeof dg);
-        memcpy(dgate_up + 2 * i, dg, rest * sizeof *dg);
-        memcpy(dgate_up + 2 * i + LANES, dg + LANES, rest * sizeof *dg);
+        float d[LANES] = {0}, g[2 * LANES] = {0}, dg[2 * LANES];
+        copy_any(type, dh, i, DPL_F32, d, 0, f - i);
+        copy_any(type, gate_up, 2 * i, DPL_F32, g, 0, f - i);
+        copy_any(type, gate_up, 2 * i + LANES, DPL_F32, g, LANES, f - i);
+        swiglu_grad_block(DPL_F32, d, g, 0, w, dg, sum);
+        copy_any(DPL_F32, dg, 0, type, dgate_up, 2 * i, 2 * LANES);
     }
     return fold(sum);
+}
+
+static float row_swiglu_backward(dpl_dtype type, const void *dh, const void *gate_up, float w,
+                                 void *dgate_up, size_t f) {
+    return type == DPL_F32 ? swiglu_backward(DPL_F32, dh, gate_up, w, dgate_up, f)
+                           : swiglu_backward(DPL_BF16, dh, gate_up, w, dgate_up, f);
 }
 
 /* ---- optimizer ------------------------------------------------------------------------------- */

@@ -114,7 +114,7 @@ typedef struct dpl_rope {
 void dpl_rope_apply(dpl_ctx *ctx, const dpl_rope *rope, size_t n_rows, bool inverse, dpl_mat x);
 
 // gate_up (rows, 2 * round_up(f, 16)): blocks of 16 gate, then 16 up columns, in one panel. Gate f
-// is column dpl_gate_column(f), its up partner 16 further.
+// is column dpl_gate_column(f), its up partner 16 further. All matrices are of one type.
 static inline size_t dpl_gate_column(size_t f) {
     return f / 16 * 32 + f % 16;
 }

@@ -154,14 +154,9 @@ void dpl_rope_apply(dpl_ctx *ctx, const dpl_rope *rope, size_t n_rows, bool inve
 /* ---- SwiGLU ---------------------------------------------------------------------------------- */
 static void swiglu_forward(const void *args, const dpl_part *part) {
     const row_args *a = args;
-    float buf[2 * DPL_ROW_BLOCK], h_buf[DPL_ROW_BLOCK];
-    for (size_t row = part->first; row < part->end; row++) DPL_EACH_BLOCK(col, n, a->d) {
-            const size_t width = dpl_gate_up_width(n);
-            const float *gate_up = dpl_row_load(part->k, a->a, row, 2 * col, width, buf);
-            float *h = dpl_row_target(a->out, row, col, h_buf);
-            part->k->swiglu_forward(gate_up, a->weight ? a->weight[row] : 1.0f, h, n);
-            dpl_row_store(part->k, a->out, row, col, h, n);
-        }
+    for (size_t row = part->first; row < part->end; row++)
+        part->k->swiglu_forward(a->a.dtype, dpl_mat_row(a->a, row),
+                                a->weight ? a->weight[row] : 1.0f, dpl_mat_row(a->out, row), a->d);
 }
 
 void dpl_swiglu_forward(dpl_ctx *ctx, dpl_mat gate_up, const float *row_weight, size_t n_rows,
@@ -173,19 +168,13 @@ void dpl_swiglu_forward(dpl_ctx *ctx, dpl_mat gate_up, const float *row_weight, 
 
 static void swiglu_backward(const void *args, const dpl_part *part) {
     const row_args *a = args;
-    const dpl_row_kernels *k = part->k;
-    float buf[2 * DPL_ROW_BLOCK], dh_buf[DPL_ROW_BLOCK];
     for (size_t row = part->first; row < part->end; row++) {
         const float w = a->weight ? a->weight[row] : 1.0f;
         double dw = 0;
-        DPL_EACH_BLOCK(col, n, a->d) {
-            const size_t width = dpl_gate_up_width(n);
-            const float *gate_up = dpl_row_load(k, a->a, row, 2 * col, width, buf);
-            const float *dh = dpl_row_load(k, a->b, row, col, n, dh_buf);
-            float *dgate_up = dpl_row_target(a->out, row, 2 * col, buf);
-            dw += (double)k->swiglu_backward(dh, gate_up, w, dgate_up, n);
-            dpl_row_store(k, a->out, row, 2 * col, dgate_up, width);
-        }
+        DPL_EACH_BLOCK(col, n, a->d)
+        dw += (double)part->k->swiglu_backward(a->a.dtype, dpl_mat_at(a->b, row, col).p,
+                                               dpl_mat_at(a->a, row, 2 * col).p, w,
+                                               dpl_mat_at(a->out, row, 2 * col).p, n);
         if (a->drow_weight) a->drow_weight[row] = (float)dw;
     }
 }
