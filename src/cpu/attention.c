@@ -15,7 +15,19 @@
 #define TASK_QUERIES ((size_t)512)  // forward: of a task, which packs the keys it sees
 #define TASK_KEYS    ((size_t)1024) // backward: of a task, which packs the queries that see them
 #define TASKS        8              // backward: so many a thread until parts of dq are added up
+#define LINE         64             // bytes that one fetch brings
+#define MANY         8              // l of a step are many: a product has few steps
 #define HIDDEN       ((int32_t)1 << 31) // for 0: the segment of a query that sees nothing
+
+// Rows that are packed or stored soon. Products fetch them on their way: a head's are short pieces
+// far from each other, which the processor does not foresee.
+typedef struct attn_fetch {
+    size_t n, i, row; // of the list; what is fetched now, and its next row
+    struct {
+        dpl_mat m;            // from the start of a line on
+        size_t n_rows, lines; // lines of a row
+    } list[6];
+} attn_fetch;
 
 // Packed operands (uint8_t) and sums of one thread; see kernels.h for how tiles on the left and
 // panels on the right lie.
@@ -34,6 +46,7 @@ typedef struct attn_work {
     uint8_t *dscore;           // gradients of scores on the right, of class BF16
     uint8_t *dscore_left;      // and on the left
     float *delta, *dp, *dq;
+    attn_fetch fetch;
 } attn_work;
 
 // The arguments of the operator; in a task: of one head of one sequence, where the matrices start.
@@ -48,8 +61,10 @@ typedef struct attn {
     size_t depth, ld_q;    // of a query: its size, and that as whole panels
     size_t head0, n_group; // backward: the heads whose parts of dq are there
     uint8_t *work;         // n_threads times work_bytes
-    size_t work_bytes;
-    const attn_work *w;
+    size_t work_bytes, n_threads;
+    attn_work *w;
+    size_t first, end;       // of the queries (forward) or keys of a task
+    const struct attn *next; // what this thread is likely to do after it, or NULL
 } attn;
 static_assert(sizeof(attn) <= DPL_OP_ARGS_MAX, "the queue holds a copy of the arguments");
 
@@ -148,15 +163,46 @@ static dpl_mat gather_values(const attn *h, size_t row0, size_t n) {
     return gather(h, row0, n, dpl_mat_at(h->a.kv, 0, h->a.d_nope), h->a.d_v, h->a.q, 0);
 }
 
-// c (m, 32), rows ldc apart, (+= or) = left (m, l) right (l, 32). Operands are in L2 already:
-// nothing is fetched ahead.
+static void fetch_nothing(const attn *h) {
+    h->w->fetch = (attn_fetch){0};
+}
+
+// Also n_cols columns of m in n_rows rows from `row` on, as far as they exist.
+static void fetch_rows(const attn *h, dpl_mat m, size_t row, size_t n_rows, size_t n_cols) {
+    attn_fetch *f = &h->w->fetch;
+    if (row >= h->a.n_seq) return;
+    m = dpl_mat_at(m, row, 0);
+    const size_t before = (uintptr_t)m.p % LINE, bytes = n_cols * dpl_dtype_bytes(m.dtype);
+    m.p = (uint8_t *)m.p - before;
+    f->list[f->n].m = m;
+    f->list[f->n].n_rows = DPL_MIN(n_rows, h->a.n_seq - row);
+    f->list[f->n++].lines = dpl_div_up(before + bytes, LINE);
+}
+
+// What a product over l fetches: a line at each step, or a row where steps are few.
+static dpl_gemm_ahead fetch_ahead(const attn *h, size_t l, const void *none) {
+    attn_fetch *f = &h->w->fetch;
+    if (f->i == f->n) return (dpl_gemm_ahead){none, 0, 1, 0, 0};
+    const dpl_mat m = f->list[f->i].m;
+    const size_t lines = f->list[f->i].lines, row_bytes = m.ld * dpl_dtype_bytes(m.dtype);
+    const size_t each = h->g->fetch < MANY ? 1 : lines;
+    const void *from = dpl_mat_row(m, f->row);
+    f->row += DPL_MAX(1, l / h->g->fetch * each / lines);
+    if (f->row >= f->list[f->i].n_rows) {
+        f->row = 0;
+        f->i++;
+    }
+    return (dpl_gemm_ahead){from, LINE, lines, row_bytes - (lines - 1) * LINE, each};
+}
+
+// c (m, 32), rows ldc apart, (+= or) = left (m, l) right (l, 32), which are in L2 already.
 static void multiply(const attn *h, size_t m, size_t l, const uint8_t *left, const uint8_t *right,
                      float *c, size_t ldc, bool add) {
-    const dpl_gemm_ahead ahead = {right, 0, 1, 0, 0};
     for (size_t done = 0, n; done < l; done += n) {
         n = DPL_MIN(h->g->kc, l - done);
         h->g->tile(m, n, left + done * m * h->g->left_bytes,
-                   right + done * DPL_PANEL * h->g->right_bytes, c, ldc, add || done > 0, ahead);
+                   right + done * DPL_PANEL * h->g->right_bytes, c, ldc, add || done > 0,
+                   fetch_ahead(h, n, right));
     }
 }
 
@@ -233,6 +279,20 @@ static void attend_panel(const attn *h, size_t q, size_t n_q, size_t i, size_t k
     }
 }
 
+// What comes after the keys from k0 on: the next ones, or the outputs and the next task.
+static void fetch_after_keys(const attn *h, size_t q0, size_t q1, size_t k0) {
+    const size_t next = k0 + KEY_BLOCK, kv_cols = h->a.d_nope + h->a.d_v;
+    fetch_nothing(h);
+    if (next < q1) {
+        fetch_rows(h, h->a.kv, next, KEY_BLOCK, kv_cols);
+        return;
+    }
+    fetch_rows(h, h->out, q0, q1 - q0, h->a.d_v);
+    if (!h->next) return;
+    fetch_rows(h, h->next->a.q, h->next->first, TASK_QUERIES, h->depth);
+    fetch_rows(h, h->next->a.kv, 0, KEY_BLOCK, kv_cols);
+}
+
 // The queries q0..q1 against the keys of a block, as far as they see them.
 static void attend_keys(const attn *h, size_t q0, size_t q1, size_t k0) {
     const size_t n_keys = DPL_MIN(KEY_BLOCK, q1 - k0);
@@ -240,6 +300,7 @@ static void attend_keys(const attn *h, size_t q0, size_t q1, size_t k0) {
     if (!block_visible(h, q0, q1 - q0, k0, n_keys, &mixed)) return;
     left_rows(h, gather_keys(h, k0, n_keys), n_keys, h->depth, h->w->k);
     left_cols(h, gather_values(h, k0, n_keys), n_keys, h->a.d_v, h->w->v);
+    fetch_after_keys(h, q0, q1, k0);
     for (size_t q = DPL_MAX(q0, k0); q < q1; q += DPL_PANEL) {
         const size_t n_q = DPL_MIN(DPL_PANEL, q1 - q), n = DPL_MIN(n_keys, q + n_q - k0);
         attend_panel(h, q, n_q, q - q0, k0, n, n_keys);
@@ -307,10 +368,29 @@ static void pack_queries(const attn *h, size_t q0, size_t n) {
     left_rows(h, dout, n, h->a.d_v, w->dout);
     left_cols(h, dout, n, h->a.d_v, w->dout_cols);
     // The dot product of output and its gradient is what the softmax subtracts from dp.
-    for (size_t i = q0; i < q0 + n; i++)
-        w->delta[i - q0] = h->r->dot_as(h->out.dtype, dpl_mat_row(h->out, i), h->dout.dtype,
-                                        dpl_mat_row(h->dout, i), h->a.d_v);
+    for (size_t i = 0; i < n; i++)
+        w->delta[i] = h->r->dot_as(h->out.dtype, dpl_mat_row(h->out, q0 + i), h->dout.dtype,
+                                   dpl_mat_row(h->dout, q0 + i), h->a.d_v);
     query_segments(h, q0, n, n);
+}
+
+// What comes after n queries from q0 on: their dq, and the next queries or the next task.
+static void fetch_after_queries(const attn *h, size_t q0, size_t n) {
+    const size_t kv_cols = h->a.d_nope + h->a.d_v;
+    const attn *then = h;
+    size_t q = q0 + n;
+    fetch_nothing(h);
+    if (!h->dq_parts) fetch_rows(h, h->dq, q0, n, h->depth);
+    if (q == h->a.n_seq) {
+        fetch_rows(h, h->dkv, h->first, h->end - h->first, kv_cols);
+        if (!h->next) return;
+        then = h->next;
+        q = then->first;
+        fetch_rows(then, then->a.kv, q, KEY_BLOCK, kv_cols);
+    }
+    fetch_rows(then, then->a.q, q, QUERY_BLOCK, h->depth);
+    fetch_rows(then, then->dout, q, QUERY_BLOCK, h->a.d_v);
+    fetch_rows(then, then->out, q, QUERY_BLOCK, h->a.d_v);
 }
 
 // The n queries from q0 on against 32 keys from k on, the panel `j` of a block and `panel` of the
@@ -383,6 +463,7 @@ static void add_dq(const attn *h, size_t q0, size_t n, size_t k0, size_t n_keys,
 static void backward_block(const attn *h, size_t q0, size_t n, size_t k0, size_t k1, float *dq) {
     const size_t end = DPL_MIN(k1, q0 + n); // of the keys that one of them sees
     pack_queries(h, q0, n);
+    fetch_after_queries(h, q0, n);
     memset(dq, 0, n * h->ld_q * sizeof *dq);
     for (size_t k = k0; k < end; k += KEY_BLOCK) {
         const size_t n_keys = DPL_MIN(KEY_BLOCK, k1 - k), stop = DPL_MIN(k + KEY_BLOCK, end);
@@ -461,8 +542,10 @@ static size_t lay_out(const attn *h, uint8_t *base, attn_work *w) {
     return n;
 }
 
+// Where head i_head of the group is.
 static attn open_head(const attn *x, size_t i_head) {
     attn h = *x;
+    i_head += x->head0;
     const size_t row0 = i_head / h.a.n_heads * h.a.n_seq, head = i_head % h.a.n_heads;
     const size_t query = head * h.depth, key = head * (h.a.d_nope + h.a.d_v);
     h.a.q = dpl_mat_at(x->a.q, row0, query);
@@ -482,22 +565,32 @@ static attn open_head(const attn *x, size_t i_head) {
 
 // A part of the queries (forward) or keys of one head. The longest come first: threads end
 // together.
+static attn open_task(const attn *x, size_t i_task, attn_work *w) {
+    attn h = open_head(x, i_task % x->n_group);
+    const size_t n = x->a.n_seq, i = i_task / x->n_group;
+    const size_t size = h.dq.p ? TASK_KEYS : TASK_QUERIES, n_tasks = dpl_div_up(n, size);
+    h.first = (h.dq.p ? i : n_tasks - 1 - i) * size;
+    h.end = DPL_MIN(n, h.first + size);
+    if (h.dq_parts) h.dq_parts += i_task * n * h.ld_q;
+    h.w = w;
+    return h;
+}
+
 static void run_task(const void *args, const dpl_part *part) {
     const attn *x = args;
-    const size_t n = x->a.n_seq, i = part->first / x->n_group;
-    attn h = open_head(x, x->head0 + part->first % x->n_group);
     attn_work w;
+    attn h = open_task(x, part->first, &w), next;
+    const size_t i_next = part->first + x->n_threads;
+    const size_t size = h.dq.p ? TASK_KEYS : TASK_QUERIES;
+    if (i_next < x->n_group * dpl_div_up(x->a.n_seq, size)) {
+        next = open_task(x, i_next, &w);
+        h.next = &next;
+    }
     lay_out(&h, x->work + (size_t)part->i_thread * x->work_bytes, &w);
-    h.w = &w;
     h.r = part->k;
     const unsigned entered = h.g->enter ? h.g->enter() : 0;
-    if (h.dq.p) {
-        if (h.dq_parts) h.dq_parts += part->first * n * h.ld_q;
-        backward_task(&h, i * TASK_KEYS, DPL_MIN(n, (i + 1) * TASK_KEYS));
-    } else {
-        const size_t q0 = (dpl_div_up(n, TASK_QUERIES) - 1 - i) * TASK_QUERIES;
-        forward_task(&h, q0, DPL_MIN(n, q0 + TASK_QUERIES));
-    }
+    if (h.dq.p) backward_task(&h, h.first, h.end);
+    else forward_task(&h, h.first, h.end);
     if (h.g->leave) h.g->leave(entered);
 }
 
@@ -505,8 +598,9 @@ static void run_task(const void *args, const dpl_part *part) {
 static void sum_dq(const void *args, const dpl_part *part) {
     const attn *x = args;
     const size_t n_seq = x->a.n_seq, step = x->n_group * n_seq * x->ld_q;
+    attn h = *x;
     for (size_t row = part->first; row < part->end; row++) {
-        attn h = open_head(x, x->head0 + row / n_seq);
+        if (row == part->first || row % n_seq == 0) h = open_head(x, row / n_seq);
         float *sum = x->dq_parts + row * x->ld_q;
         h.r = part->k;
         for (size_t i = 1; i <= row % n_seq / TASK_KEYS; i++)
@@ -549,6 +643,7 @@ static void submit(dpl_ctx *ctx, attn x, const dpl_span outputs[3]) {
     x.depth = x.a.d_nope + x.a.d_rope;
     x.ld_q = dpl_round_up(x.depth, DPL_PANEL);
     x.n_group = n_heads;
+    x.n_threads = n_threads;
     attn_work w;
     x.work_bytes = lay_out(&x, NULL, &w);
     x.work = dpl_ctx_alloc(ctx, n_threads * x.work_bytes);
