@@ -13,7 +13,8 @@
 #define MANY_TILES 8 // of a block: fewer pages at a time
 #define FEW_ROWS   5
 #define M_BLOCK    256 // rows of a block, at most
-#define M_SPLIT    64  // rows are not split finer than this for more tasks
+#define M_LEAST    64  // rows of a block, where there are as many
+#define M_SPLIT    32  // rows are not split finer than this for more tasks
 #define P_SUMS     32  // panels of a block whose sums have to wait for more of the contraction
 #define TASKS      2   // a thread gets about so many: more even, but more packing
 #define COST_MIN   1e6 // multiply-adds, below which another task costs more than it brings
@@ -87,7 +88,7 @@ static double group_cost(const gemm_block *b) {
 static size_t block_rows(const gemm_block *b) {
     const size_t row_bytes = b->depth * b->g->left_bytes * b->a->n_parts;
     if (b->a->op != FORWARD || b->a->n_parts > 1) return M_BLOCK;
-    return DPL_MIN(M_BLOCK, DPL_MAX(M_SPLIT, b->g->block_bytes / row_bytes));
+    return DPL_MIN(M_BLOCK, DPL_MAX(M_LEAST, b->g->block_bytes / row_bytes));
 }
 
 // Whether a block of m rows has to put sums aside until more of the left operand is packed.

@@ -60,3 +60,30 @@ INLINE vec even_lanes(vec a, vec b) {
 INLINE vec odd_lanes(vec a, vec b) {
     return _mm512_shuffle_f32x4(a, b, 0xdd);
 }
+
+#ifdef __AVX512BF16__
+#define PAIRS_NATIVE
+
+// In order: the first row's element is the low half of a pair.
+INLINE vec pairs_across(vec even, vec odd) {
+    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9,
+                                           24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1,
+                                           16, 0);
+    const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(odd, even);
+    return (vec)_mm512_permutexvar_epi16(order, both);
+}
+
+INLINE vec pairs_along(vec low, vec high) {
+    return (vec)_mm512_cvtne2ps_pbh(high, low);
+}
+
+INLINE size_t pair_lane(size_t q) {
+    return q;
+}
+
+INLINE void put_bf16(size_t n, const float *c, uint16_t *dst) {
+    const __m512i row = (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(c + V), _mm512_loadu_ps(c));
+    const __mmask32 mask = 0xffffffffu >> (2 * V - DPL_MIN(n, (size_t)(2 * V)));
+    _mm512_mask_storeu_epi16(dst, mask, row);
+}
+#endif

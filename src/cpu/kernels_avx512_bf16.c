@@ -36,6 +36,9 @@ void dpl_kernels_avx512_bf16(dpl_kernels *k) {
     g->tile = tile_dot;
     g->left_rows = rows_pairs;
     g->left_cols = cols_pairs;
+    g->right_rows = rows_pairs;
+    g->right_cols = cols_pairs;
+    g->put = put;
     g->enter = NULL;
     g->leave = NULL;
     g->peak = peak_dot;

@@ -120,7 +120,7 @@ static inline void restore_subnormals(unsigned before) {
 }
 
 /* ---- packing --------------------------------------------------------------------------------- */
-// What packing makes of elements: fp32, fp32 that are bf16, or pairs of bf16.
+// What packing makes of elements: fp32, fp32 that are bf16, or pairs of bf16 (rounded last).
 typedef enum pack_kind { PACK_F32, PACK_ROUNDED, PACK_PAIRS } pack_kind;
 
 // fp32 rounded to bf16 and back; nearest even, NaN made quiet, as dpl_f32_to_bf16 does.
@@ -137,7 +137,7 @@ INLINE vec load_as(pack_kind kind, dpl_gemm_load load, size_t n, const void *src
     if (kind == PACK_F32) return x;
     if (load == DPL_LOAD_PART2 || load == DPL_LOAD_PART3) x -= round_to_bf16(x);
     if (load == DPL_LOAD_PART3) x -= round_to_bf16(x);
-    return round_to_bf16(x);
+    return kind == PACK_PAIRS ? x : round_to_bf16(x);
 }
 
 // Transposes the matrix whose rows are r[0..group * V / 4], of elements of which `group` fill a
@@ -202,21 +202,37 @@ INLINE void cols_as(pack_kind kind, dpl_gemm_load load, size_t m, size_t kc, con
     }
 }
 
-INLINE vec pair_of(vec even, vec odd) {
+INLINE vec pair_of(vec even, vec odd) { // of fp32 that are bf16
     return (vec)((vec_u32)even >> 16 | ((vec_u32)odd & HIGH));
 }
 
-// V pairs along l from src[i] on, n elements of which exist. Pair q stands in lane pair_lane(q).
-INLINE vec load_pairs(dpl_gemm_load load, size_t n, const void *src, size_t i) {
-    if (load == DPL_LOAD_BF16) return load_words(n, (const uint16_t *)src + i);
-    const vec low = load_as(PACK_PAIRS, load, n, src, i);
-    const vec high = load_as(PACK_PAIRS, load, n > V ? n - V : 0, src, i + V);
+#ifndef PAIRS_NATIVE // else the level has its own
+// Of two rows, rounded: V pairs of what stands in both.
+INLINE vec pairs_across(vec even, vec odd) {
+    return pair_of(round_to_bf16(even), round_to_bf16(odd));
+}
+
+// Of 2 * V elements of a row, rounded: pair q comes to lane pair_lane(q).
+INLINE vec pairs_along(vec low, vec high) {
+    low = round_to_bf16(low), high = round_to_bf16(high);
     return pair_of(OP(shuffle_ps)(low, high, 0x88), OP(shuffle_ps)(low, high, 0xdd));
 }
 
-INLINE size_t pair_lane(dpl_gemm_load load, size_t q) {
-    if (load == DPL_LOAD_BF16) return q;
+INLINE size_t pair_lane(size_t q) {
     return q < V / 2 ? q / 2 * 4 + q % 2 : (q - V / 2) / 2 * 4 + 2 + q % 2;
+}
+
+INLINE void put_bf16(size_t n, const float *c, uint16_t *dst) {
+    UNROLL for (size_t j = 0; j < 32; j += V) if (j < n)
+        store_bf16(n - j, dst + j, round_to_bf16(OP(loadu_ps)(c + j)));
+}
+#endif
+
+// V pairs along l from src[i] on, n elements of which exist.
+INLINE vec load_pairs(dpl_gemm_load load, size_t n, const void *src, size_t i) {
+    if (load == DPL_LOAD_BF16) return load_words(n, (const uint16_t *)src + i);
+    const vec low = load_as(PACK_PAIRS, load, n, src, i);
+    return pairs_along(low, load_as(PACK_PAIRS, load, n > V ? n - V : 0, src, i + V));
 }
 
 INLINE void rows_pairs_as(dpl_gemm_load load, size_t m, size_t kc, const void *src, size_t ld,
@@ -231,7 +247,8 @@ INLINE void rows_pairs_as(dpl_gemm_load load, size_t m, size_t kc, const void *s
             }
             transpose(4, r);
             UNROLL for (size_t q = 0; q < V; ++q) if (q0 + q < n_pairs)
-                store_packed(i0, w, n_pairs - q0 - q, dst + (q0 + q) * w, r[pair_lane(load, q)]);
+                store_packed(i0, w, n_pairs - q0 - q, dst + (q0 + q) * w,
+                             r[load == DPL_LOAD_BF16 ? q : pair_lane(q)]);
         }
     }
 }
@@ -245,7 +262,8 @@ INLINE void cols_pairs_as(dpl_gemm_load load, size_t m, size_t kc, const void *s
             const vec even = load_as(PACK_PAIRS, load, n, src, 2 * q * ld + i);
             const size_t n_odd = 2 * q + 1 < kc ? n : 0;
             const vec odd = load_as(PACK_PAIRS, load, n_odd, src, (2 * q + (n_odd > 0)) * ld + i);
-            store_packed(i, w, n_pairs - q, dst + q * w, pair_of(even, odd));
+            store_packed(i, w, n_pairs - q, dst + q * w,
+                         load == DPL_LOAD_BF16 ? pair_of(even, odd) : pairs_across(even, odd));
         }
     }
 }
@@ -305,13 +323,13 @@ static inline void take(size_t m, size_t n, const float *src, size_t ld, float *
 }
 
 static inline void put(size_t m, size_t n, const float *c, dpl_dtype dtype, void *dst, size_t ld) {
-    for (size_t i = 0; i < m; ++i) {
-        UNROLL for (size_t j = 0; j < 32; j += V) {
-            const vec x = OP(loadu_ps)(c + i * 32 + j);
-            if (j >= n) continue;
-            if (dtype == DPL_F32) store_f32(n - j, false, (float *)dst + i * ld + j, x);
-            else store_bf16(n - j, (uint16_t *)dst + i * ld + j, round_to_bf16(x));
+    for (size_t i = 0; i < m; ++i, c += 32) {
+        if (dtype == DPL_BF16) {
+            put_bf16(n, c, (uint16_t *)dst + i * ld);
+            continue;
         }
+        UNROLL for (size_t j = 0; j < 32; j += V) if (j < n)
+            store_f32(n - j, false, (float *)dst + i * ld + j, OP(loadu_ps)(c + j));
     }
 }
 
