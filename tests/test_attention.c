@@ -1,6 +1,6 @@
 /*
  * test_attention.c - attention forward and backward against the fp64 oracle and finite differences,
- * at every CPU level, both element types, odd sizes, documents and padding; bits over threads, on a
+ * at every CPU level, both element types and mixed ones, odd sizes, documents and padding; bits over threads, on a
  * deferred context, and of a row whatever comes after it.
  */
 #include <math.h>
@@ -28,7 +28,7 @@ typedef struct shape {
 enum { Q, KV, KR, DOUT, OUT, DQ, DKV, DKR, N_MATS };
 typedef struct problem {
     shape s;
-    dpl_dtype dtype;
+    dpl_dtype dtype; // the less exact one
     float scale;
     int32_t *segment;
     size_t width[N_MATS];
@@ -61,15 +61,20 @@ static int32_t segment_of(const shape *s, size_t row, size_t position) {
     return position * 8 >= s->s * 7 ? 0 : (int32_t)(1 + position * 3 / s->s);
 }
 
-static void problem_open(problem *p, shape s, dpl_dtype dtype) {
+// The class of arithmetic follows q alone; `mixed`: some other matrices have the other type.
+static void problem_open_as(problem *p, shape s, dpl_dtype dtype, bool mixed) {
+    const dpl_dtype other = dtype == DPL_F32 ? DPL_BF16 : DPL_F32;
     const size_t n_rows = s.b * s.s;
-    *p = (problem){.s = s, .dtype = dtype, .scale = 1.25f / sqrtf((float)(s.nope + s.rope))};
+    *p = (problem){.s = s,
+                   .dtype = mixed ? DPL_BF16 : dtype,
+                   .scale = 1.25f / sqrtf((float)(s.nope + s.rope))};
     const size_t width[N_MATS] = {
         s.h * (s.nope + s.rope), s.h * (s.nope + s.v), s.rope, s.h * s.v, s.h * s.v,
         s.h * (s.nope + s.rope), s.h * (s.nope + s.v), s.rope};
     for (int i = 0; i < N_MATS; i++) {
         p->width[i] = width[i];
-        p->m[i] = (dpl_mat){NULL, width[i] + GAP, i == DKR ? DPL_F32 : dtype};
+        const dpl_dtype type = i == DKR ? DPL_F32 : mixed && i % 2 ? other : dtype;
+        p->m[i] = (dpl_mat){NULL, width[i] + GAP, type};
         uint8_t *base = malloc(mat_bytes(p, i));
         memset(base, 0xff, mat_bytes(p, i));
         p->m[i].p = base + p->m[i].ld * dpl_dtype_bytes(p->m[i].dtype);
@@ -83,6 +88,10 @@ static void problem_open(problem *p, shape s, dpl_dtype dtype) {
         p->segment = malloc(n_rows * sizeof *p->segment);
         for (size_t r = 0; r < n_rows; r++) p->segment[r] = segment_of(&s, r, r % s.s);
     }
+}
+
+static void problem_open(problem *p, shape s, dpl_dtype dtype) {
+    problem_open_as(p, s, dtype, false);
 }
 
 static void problem_close(problem *p) {
@@ -122,6 +131,12 @@ static double *zeros(size_t n) {
     return calloc(n + 1, sizeof(double));
 }
 
+// As products take it.
+static double operand(const problem *p, int i, size_t row, size_t col) {
+    const double x = get(p->m[i], row, col);
+    return p->m[Q].dtype == DPL_F32 ? x : dpl_bf16_to_f32(dpl_f32_to_bf16((float)x));
+}
+
 static void judge(const problem *p, judged *j) {
     const shape *s = &p->s;
     const size_t rows = s->b * s->s, d = s->nope + s->rope;
@@ -132,13 +147,13 @@ static void judge(const problem *p, judged *j) {
         for (size_t h = 0; h < s->h; h++) {
             const size_t at = (r * s->h + h) * d, atv = (r * s->h + h) * s->v;
             for (size_t c = 0; c < d; c++) {
-                j->q[at + c] = get(p->m[Q], r, h * d + c);
-                j->k[at + c] = c < s->nope ? get(p->m[KV], r, h * (s->nope + s->v) + c)
-                                           : get(p->m[KR], r, c - s->nope);
+                j->q[at + c] = operand(p, Q, r, h * d + c);
+                j->k[at + c] = c < s->nope ? operand(p, KV, r, h * (s->nope + s->v) + c)
+                                           : operand(p, KR, r, c - s->nope);
             }
             for (size_t c = 0; c < s->v; c++) {
-                j->v[atv + c] = get(p->m[KV], r, h * (s->nope + s->v) + s->nope + c);
-                j->dout[atv + c] = get(p->m[DOUT], r, h * s->v + c);
+                j->v[atv + c] = operand(p, KV, r, h * (s->nope + s->v) + s->nope + c);
+                j->dout[atv + c] = operand(p, DOUT, r, h * s->v + c);
             }
         }
     const oracle_attention a = {(int)s->b, (int)s->s, (int)s->h, (int)d,
@@ -186,8 +201,10 @@ static void compare(const problem *p, const judged *j, const char *level) {
     for (size_t r = 0; r < rows; r++)
         for (size_t c = 0; c < s->rope; c++)
             look(&w[DKR], get(p->m[DKR], r, c), j->dkr[r * s->rope + c]);
-    // fp32: chains of d and of S terms. bf16: every result is rounded, and delta, a dot product of
-    // d_v rounded outputs, enters the gradients times the scale and a key or query (of up to 4).
+    // fp32: chains of d and of S terms. bf16: every result is rounded by 2^-9 of itself, and so are
+    // the probabilities and gradients of scores of which it is the sum: independently, so that they
+    // add less than 2^-9 of the largest result. And delta, a dot product of d_v rounded outputs,
+    // enters the gradients times the scale and a key or query (of up to 4).
     const double chain = sqrt((double)(d + s->v)) + sqrt((double)s->s) * 2;
     const double fp32 = ldexp(1, -24) * (16 + 4 * chain),
                  bf16 = p->dtype == DPL_BF16 ? ldexp(1, -8) : 0;
@@ -232,9 +249,9 @@ static void check_padding(const problem *p) {
 
 static const char *const levels[] = {"ref", "avx2", "avx512", "avx512_bf16", "amx", "tiles"};
 
-static void check_shape(shape s, dpl_dtype dtype) {
+static void check_shape_as(shape s, dpl_dtype dtype, bool mixed) {
     problem p;
-    problem_open(&p, s, dtype);
+    problem_open_as(&p, s, dtype, mixed);
     judged j;
     judge(&p, &j);
     for (size_t l = 0; l < DPL_COUNT(levels); l++) {
@@ -251,6 +268,10 @@ static void check_shape(shape s, dpl_dtype dtype) {
     problem_close(&p);
 }
 
+static void check_shape(shape s, dpl_dtype dtype) {
+    check_shape_as(s, dtype, false);
+}
+
 static void test_oracle(void **state) {
     (void)state;
     print_message("seed %d\n", SEED);
@@ -258,18 +279,21 @@ static void test_oracle(void **state) {
         {1, 1, 1, 8, 4, 6, 0},        {2, 3, 1, 1, 1, 1, 0},      {2, 13, 2, 8, 4, 6, 0},
         {1, 33, 3, 12, 4, 16, 0},     {2, 57, 2, 8, 4, 6, 1},     {3, 131, 1, 5, 2, 3, 2},
         {2, 256, 2, 32, 16, 32, 0},   {2, 300, 2, 64, 32, 64, 1}, {1, 257, 1, 40, 24, 72, 2},
-        {2, 200, 1, 128, 64, 128, 2}, {1, 600, 1, 16, 8, 33, 1},
+        {2, 200, 1, 128, 64, 128, 2}, {1, 600, 1, 16, 8, 33, 1},  {1, 70, 1, 520, 30, 300, 0},
+        {2, 1100, 1, 8, 4, 6, 1},     {1, 1300, 1, 7, 4, 9, 2},
     };
     for (size_t i = 0; i < DPL_COUNT(shapes); i++) {
         check_shape(shapes[i], DPL_F32);
         check_shape(shapes[i], DPL_BF16);
+        check_shape_as(shapes[i], DPL_F32, true);
+        check_shape_as(shapes[i], DPL_BF16, true);
     }
 }
 
 static void test_long_sequence(void **state) {
     (void)state;
     check_shape((shape){1, 4096, 1, 8, 4, 6, 0}, DPL_F32);
-    check_shape((shape){1, 4096, 1, 8, 4, 6, 1}, DPL_F32);
+    check_shape((shape){1, 4096, 1, 8, 4, 6, 1}, DPL_BF16);
 }
 
 /* ---- finite differences ---- */
@@ -326,26 +350,32 @@ static void assert_same_bits(const problem *a, const problem *b) {
     assert_memory_equal(a->lse, b->lse, a->s.b * a->s.s * a->s.h * sizeof(float));
 }
 
+static void check_threads(const char *level, shape s, dpl_dtype dtype) {
+    problem one, many;
+    dpl_ctx *ctx = open_ctx(level, 1, false);
+    if (!ctx) return;
+    problem_open(&one, s, dtype);
+    run(ctx, &one);
+    dpl_ctx_close(&ctx);
+    for (int n_threads = 2; n_threads <= 8; n_threads += n_threads == 2 ? 1 : 5) {
+        problem_open(&many, s, dtype);
+        ctx = open_ctx(level, n_threads, false);
+        run(ctx, &many);
+        run(ctx, &many); // and again, over what is there
+        assert_same_bits(&one, &many);
+        dpl_ctx_close(&ctx);
+        problem_close(&many);
+    }
+    problem_close(&one);
+}
+
 static void test_threads(void **state) {
     (void)state;
     for (size_t l = 0; l < DPL_COUNT(levels); l++) {
-        problem one, many;
-        const shape s = {2, 650, 3, 8, 4, 6, 1};
-        dpl_ctx *ctx = open_ctx(levels[l], 1, false);
-        if (!ctx) continue;
-        problem_open(&one, s, DPL_F32);
-        run(ctx, &one);
-        dpl_ctx_close(&ctx);
-        for (int n_threads = 2; n_threads <= 8; n_threads += n_threads == 2 ? 1 : 5) {
-            problem_open(&many, s, DPL_F32);
-            ctx = open_ctx(levels[l], n_threads, false);
-            run(ctx, &many);
-            run(ctx, &many); // and again, over what is there
-            assert_same_bits(&one, &many);
-            dpl_ctx_close(&ctx);
-            problem_close(&many);
-        }
-        problem_close(&one);
+        check_threads(levels[l], (shape){2, 650, 3, 8, 4, 6, 1}, DPL_F32);
+        check_threads(levels[l], (shape){2, 650, 3, 8, 4, 6, 1}, DPL_BF16);
+        // Several tasks add to a query's gradient, for as many heads at once as threads want.
+        check_threads(levels[l], (shape){1, 1100, 9, 3, 2, 4, 1}, DPL_F32);
     }
 }
 
@@ -375,61 +405,69 @@ static void test_deferred(void **state) {
 }
 
 // What comes after a row, and what padding rows hold, changes no bit of it.
-static void test_row_independence(void **state) {
-    (void)state;
-    const size_t whole = 333, part = 150;
+static void check_row_independence(dpl_ctx *ctx, dpl_dtype dtype) {
+    const size_t whole = 1333, part = 1150, e = dpl_dtype_bytes(dtype);
+    problem p, q;
+    problem_open(&p, (shape){1, whole, 2, 8, 4, 6, 0}, dtype);
+    problem_open(&q, (shape){1, part, 2, 8, 4, 6, 0}, dtype);
+    run(ctx, &p);
+    run(ctx, &q);
+    assert_memory_equal(p.m[OUT].p, q.m[OUT].p, part * p.m[OUT].ld * e);
+    assert_memory_equal(p.m[DQ].p, q.m[DQ].p, part * p.m[DQ].ld * e);
+    problem_close(&p);
+    problem_close(&q);
+}
+
+static void check_nan_in_padding(dpl_ctx *ctx, dpl_dtype dtype) {
+    problem clean, dirty;
+    const shape s = {2, 170, 2, 8, 4, 6, 2};
+    problem_open(&clean, s, dtype);
+    problem_open(&dirty, s, dtype);
+    for (size_t r = 0; r < s.b * s.s; r++)
+        for (int i = Q; dirty.segment[r] == 0 && i <= DOUT; i++)
+            for (size_t c = 0; c < dirty.width[i]; c++) put(dirty.m[i], r, c, NAN);
+    run(ctx, &clean);
+    run(ctx, &dirty);
+    assert_same_bits(&clean, &dirty);
+    problem_close(&clean);
+    problem_close(&dirty);
+}
+
+// A NaN that a query does see is never hidden: rows before it are right, rows after it NaN.
+static void check_nan_is_kept(dpl_ctx *ctx, dpl_dtype dtype) {
+    for (int i = KV; i <= KR; i++) {
+        problem p;
+        problem_open(&p, (shape){1, 300, 1, 8, 4, 6, 0}, dtype);
+        for (size_t r = 250; r < 300; r++) put(p.m[i], r, 0, NAN); // some of a block, then all
+        run(ctx, &p);
+        for (size_t r = 0; r < 300; r++) assert_true(isnan(get(p.m[OUT], r, 0)) == (r >= 250));
+        problem_close(&p);
+    }
+}
+
+static void each_level(void (*check)(dpl_ctx *ctx, dpl_dtype dtype)) {
     for (size_t l = 0; l < DPL_COUNT(levels); l++) {
         dpl_ctx *ctx = open_ctx(levels[l], 2, false);
         if (!ctx) continue;
-        problem p, q;
-        problem_open(&p, (shape){1, whole, 2, 8, 4, 6, 0}, DPL_F32);
-        problem_open(&q, (shape){1, part, 2, 8, 4, 6, 0}, DPL_F32);
-        run(ctx, &p);
-        run(ctx, &q);
-        assert_memory_equal(p.m[OUT].p, q.m[OUT].p, part * p.m[OUT].ld * sizeof(float));
-        problem_close(&p);
-        problem_close(&q);
+        check(ctx, DPL_F32);
+        check(ctx, DPL_BF16);
         dpl_ctx_close(&ctx);
     }
+}
+
+static void test_row_independence(void **state) {
+    (void)state;
+    each_level(check_row_independence);
 }
 
 static void test_nan_in_padding(void **state) {
     (void)state;
-    for (size_t l = 0; l < DPL_COUNT(levels); l++) {
-        dpl_ctx *ctx = open_ctx(levels[l], 2, false);
-        if (!ctx) continue;
-        problem clean, dirty;
-        const shape s = {2, 170, 2, 8, 4, 6, 2};
-        problem_open(&clean, s, DPL_F32);
-        problem_open(&dirty, s, DPL_F32);
-        for (size_t r = 0; r < s.b * s.s; r++)
-            for (int i = Q; dirty.segment[r] == 0 && i <= DOUT; i++)
-                for (size_t c = 0; c < dirty.width[i]; c++) put(dirty.m[i], r, c, NAN);
-        run(ctx, &clean);
-        run(ctx, &dirty);
-        assert_same_bits(&clean, &dirty);
-        problem_close(&clean);
-        problem_close(&dirty);
-        dpl_ctx_close(&ctx);
-    }
+    each_level(check_nan_in_padding);
 }
 
-// A NaN that a query does see is never hidden: rows before it are right, rows after it NaN.
 static void test_nan_is_kept(void **state) {
     (void)state;
-    for (size_t l = 0; l < DPL_COUNT(levels); l++) {
-        dpl_ctx *ctx = open_ctx(levels[l], 2, false);
-        if (!ctx) continue;
-        for (int i = KV; i <= KR; i++) {
-            problem p;
-            problem_open(&p, (shape){1, 300, 1, 8, 4, 6, 0}, DPL_F32);
-            for (size_t r = 256; r < 300; r++) put(p.m[i], r, 0, NAN); // a whole block of keys
-            run(ctx, &p);
-            for (size_t r = 0; r < 300; r++) assert_true(isnan(get(p.m[OUT], r, 0)) == (r >= 256));
-            problem_close(&p);
-        }
-        dpl_ctx_close(&ctx);
-    }
+    each_level(check_nan_is_kept);
 }
 
 static void test_nothing(void **state) {
