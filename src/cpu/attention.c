@@ -17,7 +17,7 @@
 #define TASKS        8              // backward: so many a thread until parts of dq are added up
 #define LINE         64             // bytes that one fetch brings
 #define MANY         8              // l of a step are many: a product has few steps
-#define HIDDEN       ((int32_t)1 << 31) // for 0: the segment of a query that sees nothing
+#define HIDDEN       INT32_MIN      // for 0: the segment of a query that sees nothing
 
 // Rows that are packed or stored soon. Products fetch them on their way: a head's are short pieces
 // far from each other, which the processor does not foresee.
