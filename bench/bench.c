@@ -11,7 +11,10 @@ static const struct {
     int (*run)(dpl_bench_args *args);
 } kinds[] = {
     {"machine", "threads= mbytes=", dpl_bench_run_machine},
-    {"gemm", "op=forward|dgrad|wgrad|all dtype=f32|bf16 experts= rows= k= n= threads= runs=",
+    {"gemm",
+     "op=forward|dgrad|wgrad|all dtype=f32|bf16 precision=default|bf16_x6|bf16_x3 experts= rows= "
+     "k= "
+     "n= threads= runs=",
      dpl_bench_run_gemm},
     {"layer",
      "dtype=f32|bf16 experts= top_k= d= f= shared= rows= skew=balanced|zipf|hot threads= runs= "
@@ -113,27 +116,22 @@ void *dpl_bench_numbers(size_t n, dpl_dtype dtype) {
 const char *const dpl_bench_dtypes[3] = {[DPL_F32] = "f32", [DPL_BF16] = "bf16"};
 
 const char *dpl_bench_kernel(const dpl_ctx *ctx, dpl_dtype dtype) {
-    return ctx->kernels->gemm[dtype].name;
-}
-
-static double limit_s(const dpl_bench_work *w, const dpl_bench_limits *limits, dpl_dtype class,
-                      bool *is_bytes_out) {
-    const double bytes_s = w->read_bytes / limits->read_bytes + w->rw_bytes / limits->rw_bytes;
-    const double flops_s = w->flops / limits->flops[class];
-    *is_bytes_out = bytes_s > flops_s;
-    return DPL_MAX(flops_s, bytes_s);
+    return ctx->kernels->gemm[ctx->f32_parts ? DPL_BF16 : dtype].name;
 }
 
 dpl_status dpl_bench_report(json_t *row, const dpl_bench_work *work, const dpl_bench_limits *limits,
                             double seconds, bool json) {
-    bool fma_bytes, bytes;
-    const double fma_s = limit_s(work, limits, DPL_F32, &fma_bytes);
-    const double least_s = limit_s(work, limits, work->dtype, &bytes);
-    json_t *found = json_pack(
-        "{sf sf sf ss sf sf}", "median_us", seconds * 1e6, "gflops", work->flops / seconds * 1e-9,
-        "gbs", (work->read_bytes + work->rw_bytes) / seconds * 1e-9, "limit",
-        bytes ? "bytes" : "flops", "limit_us", least_s * 1e6, "fraction", least_s / seconds);
-    if (work->dtype == DPL_BF16)
+    const double peak = limits->flops[work->dtype];
+    const double bytes_s = work->read_bytes / limits->read_bytes +
+                           work->rw_bytes / limits->rw_bytes;
+    const double flops_s = work->flops / peak, least_s = DPL_MAX(flops_s, bytes_s);
+    const double fma_s = DPL_MAX(work->flops / limits->fma_flops, bytes_s);
+    json_t *found = json_pack("{sf sf sf ss sf sf}", "median_us", seconds * 1e6, "gflops",
+                              work->flops / seconds * 1e-9, "gbs",
+                              (work->read_bytes + work->rw_bytes) / seconds * 1e-9, "limit",
+                              bytes_s > flops_s ? "bytes" : "flops", "limit_us", least_s * 1e6,
+                              "fraction", least_s / seconds);
+    if (peak != limits->fma_flops)
         json_object_set_new(found, "fraction_fma", json_real(fma_s / seconds));
     const bool good = json_object_update(row, found) == 0; // false without either
     json_decref(found);

@@ -33,9 +33,11 @@ bool dpl_bench_args_done(dpl_bench_args *args);
 
 // What all threads of a context can do together.
 typedef struct dpl_bench_limits {
-    double flops[2];             // multiply and add a second, by dpl_dtype: of the operands' class
+    double flops[2];             // multiply and add a second, by dpl_dtype of the operands
+    double fma_flops;            // by fp32 multiply-adds, whatever matmul_precision says
     double read_bytes, rw_bytes; // a second, of memory that no cache holds; rw counts both ways
 } dpl_bench_limits;
+double dpl_bench_fma_peak(dpl_ctx *ctx); // a second, whatever matmul_precision says
 dpl_status dpl_bench_machine(dpl_ctx *ctx, size_t test_bytes, dpl_bench_limits *limits_out);
 
 // What one run does: operations of a class, bytes read, bytes read and written (both counted).
@@ -43,8 +45,8 @@ typedef struct dpl_bench_work {
     dpl_dtype dtype;
     double flops, read_bytes, rw_bytes;
 } dpl_bench_work;
-// Prints the row after adding to it what was measured, its limit, and the fraction reached; for
-// bf16 also the fraction of what fp32 arithmetic would allow: the two classes differ in peak.
+// Prints the row after adding to it what was measured, its limit, and the fraction reached; where
+// products are not by fp32 multiply-adds, also the fraction of what those would allow.
 dpl_status dpl_bench_report(json_t *row, const dpl_bench_work *work, const dpl_bench_limits *limits,
                             double seconds, bool json);
 

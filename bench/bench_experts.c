@@ -20,19 +20,16 @@ typedef struct experts_bench {
     dpl_dtype dtype;
     int64_t *offsets[2]; // balanced, skewed
     dpl_mat y, dy, dx;
-    bool backward;
+    bool backward, stale[2]; // of the two weights' gradients, which the next run replaces
 } experts_bench;
 
 static size_t weight_elems(const dpl_weight *w) {
     return w->n_groups * dpl_panel_elems(w->n, w->k);
 }
 
-static void run_experts(void *arg) {
-    const experts_bench *b = arg;
-    const dpl_weight *weights[] = {&b->mlp.gate_up_w, &b->mlp.down_w};
+static void run_experts(experts_bench *b) {
+    b->stale[0] = b->stale[1] = true;
     dpl_experts_forward(b->ctx, &b->mlp, b->y);
-    for (size_t i = 0; b->backward && i < DPL_COUNT(weights); ++i)
-        dpl_zero(b->ctx, weights[i]->grad, weight_elems(weights[i]) * sizeof(float));
     if (b->backward) dpl_experts_backward(b->ctx, &b->mlp, b->dy, b->dx, false, NULL);
     dpl_ctx_wait(b->ctx);
 }
@@ -67,17 +64,20 @@ static dpl_status make_operands(experts_bench *b, size_t n_experts) {
     dpl_mlp *mlp = &b->mlp;
     const size_t width = dpl_gate_up_width(b->f);
     mlp->groups = (dpl_groups){.n = n_experts, .n_rows = n_experts * b->rows};
-    bool good = make_weight(&mlp->gate_up_w, b->dtype, n_experts, width, b->d) &&
-                make_weight(&mlp->down_w, b->dtype, n_experts, b->d, b->f) &&
-                make_rows(b, &mlp->x, b->d) && make_rows(b, &mlp->gate_up, width) &&
-                make_rows(b, &mlp->hidden, b->f) && make_rows(b, &b->y, b->d) &&
-                make_rows(b, &b->dy, b->d) && make_rows(b, &b->dx, b->d);
+    const bool made = make_weight(&mlp->gate_up_w, b->dtype, n_experts, width, b->d) &&
+                      make_weight(&mlp->down_w, b->dtype, n_experts, b->d, b->f) &&
+                      make_rows(b, &mlp->x, b->d) && make_rows(b, &mlp->gate_up, width) &&
+                      make_rows(b, &mlp->hidden, b->f) && make_rows(b, &b->y, b->d) &&
+                      make_rows(b, &b->dy, b->d) && make_rows(b, &b->dx, b->d);
     for (size_t i = 0; i < 2; ++i) {
         b->offsets[i] = dpl_alloc_array(n_experts + 1, sizeof(int64_t));
-        good = good && b->offsets[i];
-        if (good) set_offsets(b, i ? b->skew : BALANCED, b->offsets[i]);
+        if (b->offsets[i]) set_offsets(b, i ? b->skew : BALANCED, b->offsets[i]);
     }
-    return good ? DPL_OK : dpl_fail(DPL_ENOMEM, "bench experts: no memory for the operands");
+    mlp->gate_up_w.stale = &b->stale[0];
+    mlp->down_w.stale = &b->stale[1];
+    return made && b->offsets[0] && b->offsets[1]
+               ? DPL_OK
+               : dpl_fail(DPL_ENOMEM, "bench experts: no memory for the operands");
 }
 
 static void drop_operands(experts_bench *b) {
@@ -107,7 +107,7 @@ static dpl_status report(const experts_bench *b, const dpl_bench_limits *limits,
     const dpl_bench_work work = {.dtype = b->dtype,
                                  .flops = (2 * passes - 1) * 2 * n * 3 * d * f,
                                  .read_bytes = passes * elem * (weights + 2 * n * d),
-                                 .rw_bytes = b->backward ? 4 * weights : 0};
+                                 .rw_bytes = b->backward ? 4 * 3 * d * f * (double)E : 0};
     json_t *row = json_pack(
         "{ss ss ss sI sI sI sI ss sf sf si ss}", "bench", "experts", "op",
         b->backward ? "forward_backward" : "forward", "dtype", dpl_bench_dtypes[b->dtype],

@@ -48,6 +48,14 @@ static double measure_memory(dpl_ctx *ctx, memory_run *run, bool write) {
     return write ? 2 * best : best;
 }
 
+double dpl_bench_fma_peak(dpl_ctx *ctx) {
+    const size_t parts = ctx->f32_parts;
+    ctx->f32_parts = 0;
+    const double flops = dpl_measure_peak(ctx, DPL_F32);
+    ctx->f32_parts = parts;
+    return flops;
+}
+
 dpl_status dpl_bench_machine(dpl_ctx *ctx, size_t test_bytes, dpl_bench_limits *limits_out) {
     memory_run run = {.n_chunks = DPL_MAX(test_bytes / CHUNK_BYTES, (size_t)1)};
     run.data = dpl_alloc(run.n_chunks * CHUNK_BYTES);
@@ -55,7 +63,8 @@ dpl_status dpl_bench_machine(dpl_ctx *ctx, size_t test_bytes, dpl_bench_limits *
     dpl_status status = DPL_OK;
     dpl_bench_limits found = {
         .flops = {dpl_measure_peak(ctx, DPL_F32), dpl_measure_peak(ctx, DPL_BF16)}};
-    if (run.data && run.sums && found.flops[0] > 0 && found.flops[1] > 0) {
+    found.fma_flops = ctx->f32_parts ? dpl_bench_fma_peak(ctx) : found.flops[DPL_F32];
+    if (run.data && run.sums && found.flops[0] > 0 && found.flops[1] > 0 && found.fma_flops > 0) {
         // Writing comes first: memory that was never written is one page of zeros.
         found.rw_bytes = measure_memory(ctx, &run, true);
         found.read_bytes = measure_memory(ctx, &run, false);
@@ -133,12 +142,14 @@ int dpl_bench_run_machine(dpl_bench_args *args) {
 /* ---- gemm ------------------------------------------------------------------------------------ */
 
 static const char *const op_names[] = {"forward", "dgrad", "wgrad"};
+static const char *const precisions[] = {"default", "bf16_x6", "bf16_x3", NULL};
 
 typedef struct gemm_bench {
     dpl_ctx *ctx;
     int op; // index of op_names
     size_t n_experts, rows, n, k;
     dpl_dtype dtype;
+    const char *precision; // of fp32 products
     dpl_mat x, y;
     dpl_weight w;
     dpl_groups groups;
@@ -168,6 +179,7 @@ static dpl_status report(const gemm_bench *b, const dpl_bench_limits *limits, do
                             (json_int_t)b->n_experts, "rows", (json_int_t)b->rows, "k",
                             (json_int_t)b->k, "n", (json_int_t)b->n, "threads",
                             dpl_ctx_threads(b->ctx), "kernel", dpl_bench_kernel(b->ctx, b->dtype));
+    if (b->ctx->f32_parts) json_object_set_new(row, "precision", json_string(b->precision));
     return dpl_bench_report(row, &work, limits, seconds, json);
 }
 
@@ -198,6 +210,7 @@ int dpl_bench_run_gemm(dpl_bench_args *args) {
                     .n = dpl_bench_size(args, "n", 1408)};
     const int threads = (int)dpl_bench_size(args, "threads", 0);
     const size_t runs = dpl_bench_size(args, "runs", 9);
+    b.precision = precisions[dpl_bench_choice(args, "precision", precisions)];
     b.dtype = (dpl_dtype)dpl_bench_choice(args, "dtype", dpl_bench_dtypes);
     if (!dpl_bench_args_done(args)) return 2;
     if (!b.n_experts || !b.n || !b.k) {
@@ -207,6 +220,7 @@ int dpl_bench_run_gemm(dpl_bench_args *args) {
     dpl_bench_limits limits;
     int64_t *offsets = NULL;
     dpl_status status = dpl_ctx_create(threads, false, 0, &b.ctx);
+    if (status == DPL_OK) status = dpl_ctx_set_precision(b.ctx, b.precision);
     if (status == DPL_OK) status = dpl_bench_machine(b.ctx, (size_t)512 << 20, &limits);
     if (status == DPL_OK) status = make_operands(&b, &offsets);
     for (b.op = 0; status == DPL_OK && b.op < (int)DPL_COUNT(op_names); ++b.op) {

@@ -16,7 +16,7 @@ typedef struct step_bench {
     dpl_ctx *ctx;
     dpl_trainer *trainer;
     size_t n;
-    double seconds[DPL_BENCH_RUNS_MAX], sum_s, phase_s[DPL_PHASE_N], peak[2]; // by dpl_dtype
+    double seconds[DPL_BENCH_RUNS_MAX], sum_s, phase_s[DPL_PHASE_N], peak, fma_peak;
 } step_bench;
 
 static dpl_status configure(step_bench *b, const dpl_bench_args *args) {
@@ -32,8 +32,8 @@ static dpl_status configure(step_bench *b, const dpl_bench_args *args) {
 }
 
 static void measure_peaks(step_bench *b) {
-    for (int i = 0; i < 2; i++)
-        b->peak[i] = DPL_MAX(b->peak[i], dpl_measure_peak(b->ctx, (dpl_dtype)i));
+    b->peak = DPL_MAX(b->peak, dpl_measure_peak(b->ctx, b->trainer->model->dtype));
+    b->fma_peak = DPL_MAX(b->fma_peak, dpl_bench_fma_peak(b->ctx));
 }
 
 static dpl_status run_steps(step_bench *b, size_t warmup, size_t runs) {
@@ -49,9 +49,7 @@ static dpl_status run_steps(step_bench *b, size_t warmup, size_t runs) {
             b->phase_s[i] += b->ctx->phase_s[i]; // the trainer clears them in each step
     }
     measure_peaks(b);
-    return b->peak[DPL_F32] > 0 && b->peak[DPL_BF16] > 0
-               ? DPL_OK
-               : dpl_fail(DPL_ENOMEM, "bench step: no memory");
+    return b->peak > 0 && b->fma_peak > 0 ? DPL_OK : dpl_fail(DPL_ENOMEM, "bench step: no memory");
 }
 
 static void report_phases(const step_bench *b, bool json) {
@@ -70,14 +68,14 @@ static dpl_status report(step_bench *b, bool json) {
     const double median_s = dpl_bench_middle(b->seconds, b->n), flops = b->trainer->step_flops;
     const double tokens = (double)(b->trainer->batch.n_batch * b->trainer->batch.n_seq);
     const dpl_dtype dtype = b->trainer->model->dtype;
-    const double limit_s = flops / b->peak[dtype];
+    const double limit_s = flops / b->peak;
     json_t *row = json_pack("{ss ss ss si sf sf sf sf sf}", "bench", "step", "config", b->path,
                             "dtype", dpl_bench_dtypes[dtype], "threads", dpl_ctx_threads(b->ctx),
                             "median_ms", median_s * 1e3, "tokens_per_s", tokens / median_s,
                             "gflops", flops / median_s * 1e-9, "limit_ms", limit_s * 1e3,
                             "fraction", limit_s / median_s);
-    if (dtype == DPL_BF16)
-        json_object_set_new(row, "fraction_fma", json_real(flops / b->peak[DPL_F32] / median_s));
+    if (dtype == DPL_BF16 || b->ctx->f32_parts)
+        json_object_set_new(row, "fraction_fma", json_real(flops / b->fma_peak / median_s));
     return dpl_bench_print(row, json);
 }
 

@@ -90,6 +90,8 @@ run bench --help && expect 0 'machine' -
 run bench && expect 2 - 'dropless bench KIND'
 run bench no_such_kind && expect 2 - 'gemm'
 run bench gemm experts=2 rows=3 k=64 n=32 runs=1 mbytes=1 && expect 2 - 'mbytes'
+run bench gemm precision=fp64 && expect 2 - 'precision=fp64: expected default|bf16_x6|bf16_x3'
+run bench gemm precision=bf16_x6 op=wgrad experts=2 rows=3 k=64 n=32 runs=1 && expect 0 'op=wgrad dtype=f32 .* precision=bf16_x6 .* fraction_fma=' -
 run bench layer skew=flat && expect 2 - 'skew=flat: expected balanced|zipf|hot'
 run bench layer experts=8 top_k=9 && expect 2 - 'top_k=9'
 run bench report && expect 2 - 'ends in .md'

@@ -234,5 +234,5 @@ void dpl_sum(dpl_ctx *ctx, const float *x, bool squares, size_t n, double *sum_o
 void dpl_to_bf16(dpl_ctx *ctx, const float *x, size_t n, uint16_t *y);
 
 // The multiply-adds of a class of products, between registers, as FLOP/s: the sum of each thread's
-// best while all work; 0 without memory (peak.c).
+// best while all work; 0 without memory (peak.c). With f32_parts: of products made of several.
 double dpl_measure_peak(dpl_ctx *ctx, dpl_dtype dtype);

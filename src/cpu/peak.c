@@ -24,14 +24,16 @@ static void peak_task(const void *p, const dpl_part *part) {
 }
 
 double dpl_measure_peak(dpl_ctx *ctx, dpl_dtype dtype) {
+    const size_t parts = dtype == DPL_F32 ? ctx->f32_parts : 0;
     const size_t n_threads = (size_t)dpl_pool_threads(ctx->pool);
     double sum = 0, best = 0;
-    const peak_args args = {dtype, dpl_alloc_array(n_threads, sizeof *args.best)};
+    const peak_args args = {parts ? DPL_BF16 : dtype,
+                            dpl_alloc_array(n_threads, sizeof *args.best)};
     if (!args.best) return 0;
     dpl_ctx_loop(ctx, (dpl_loop){peak_task, TASKS * n_threads, 1}, &args);
     for (size_t i = 0; i < n_threads; i++) best = DPL_MAX(best, args.best[i]);
     // A thread that got no task counts as the best.
     for (size_t i = 0; i < n_threads; i++) sum += args.best[i] > 0 ? args.best[i] : best;
     dpl_free(args.best);
-    return sum;
+    return parts ? sum / (double)(parts * (parts + 1) / 2) : sum;
 }
