@@ -54,7 +54,8 @@ void dpl_log(const char *format, ...) __attribute__((format(printf, 1, 2)));
 double dpl_now(void); // monotonic seconds
 
 /* ---- memory --------------------------------------------------------------------------------- */
-// Zeroed, DPL_ALIGN-aligned; from 2 MiB on aligned to 2 MiB and advised to huge pages. 0 bytes give
+// Zeroed, DPL_ALIGN-aligned; from 2 MiB on aligned to 2 MiB, advised to huge pages and not touched
+// yet: on a machine of several nodes memory lies near the thread that uses it first. 0 bytes give
 // a valid pointer. NULL when memory is exhausted (or the fault injection below says so).
 void *dpl_alloc(size_t bytes);
 void *dpl_alloc_array(size_t count, size_t size); // NULL on overflow too
