@@ -412,8 +412,8 @@ static void xent_row(const xent_args *a, const dpl_row_kernels *k, size_t row) {
     DPL_EACH_BLOCK(col, n, a->v) {
         sum += (double)k->exp_sub_sum(x + col, max, a->dscale != 0 ? x + col : buf, n);
     }
-    const double lse = (double)max + log(sum);
-    a->loss[row] = (float)((double)max - x_target + log(sum));
+    const double log_sum = log(sum), lse = (double)max + log_sum;
+    a->loss[row] = (float)((double)max - x_target + log_sum);
     a->zloss[row] = a->z != 0.0f ? (float)((double)a->z * lse * lse) : 0.0f;
     if (a->dscale == 0.0f) return;
     // d lse / dx = p, so d(loss + zloss) / dx = (1 + 2 z lse) p - [x is the target]
