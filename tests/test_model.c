@@ -525,6 +525,36 @@ static void gradients_accumulate(void **state) {
     scene_close(&s);
 }
 
+// Without a weight on cross-entropy no product reaches the head, but the router's losses reach the
+// embedding: whether tied or not, nothing is left there of the step before.
+static void gradients_do_not_outlive_their_step(void **state) {
+    (void)state;
+    for (int tied = 0; tied < 2; tied++) {
+        oracle_config c = rich_config();
+        c.tied = tied;
+        scene s;
+        kit k;
+        scene_open(&c, 9, 2, 12, true, &s);
+        const dpl_model_config config = scene_config(&c);
+        assert_true(kit_open(&config, DPL_F32, &s.params, 2, false, NULL, &k));
+        const dpl_batch batch = scene_batch(&s);
+        const dpl_loss_rule rule = scene_rule(&c);
+        const size_t bytes = k.model->params.elems * sizeof(float);
+        dpl_loss_sums sums;
+        check_ok(dpl_model_train_micro(k.model, &batch, &rule, 0, 0, 1, &sums));
+        float *fresh = test_malloc(bytes);
+        memcpy(fresh, k.model->params.grad, bytes);
+        check_ok(dpl_model_train_micro(k.model, &batch, &rule, 0.05, 0.02, 1, &sums));
+        assert_memory_not_equal(fresh, k.model->params.grad, bytes);
+        dpl_model_zero_grads(k.model);
+        check_ok(dpl_model_train_micro(k.model, &batch, &rule, 0, 0, 1, &sums));
+        assert_memory_equal(fresh, k.model->params.grad, bytes);
+        test_free(fresh);
+        kit_close(&k);
+        scene_close(&s);
+    }
+}
+
 // Four rows at once, or two and two: the same counts, and gradients that differ by roundings of
 // their sums.
 static void micro_batches_add_up_to_the_batch(void **state) {
@@ -899,6 +929,7 @@ int main(void) {
         cmocka_unit_test(bf16_stays_near_the_oracle),
         cmocka_unit_test(threads_and_queue_change_no_bit),
         cmocka_unit_test(gradients_accumulate),
+        cmocka_unit_test(gradients_do_not_outlive_their_step),
         cmocka_unit_test(micro_batches_add_up_to_the_batch),
         cmocka_unit_test(padding_has_no_gradient),
         cmocka_unit_test(evaluation_equals_training_and_changes_nothing),
