@@ -41,14 +41,15 @@ static void norm_forward(const void *args, const dpl_part *part) {
     float buf[DPL_ROW_BLOCK];
     for (size_t row = part->first; row < part->end; row++) {
         double squares = 0;
+        const float *x = NULL;
         DPL_EACH_BLOCK(col, n, a->d) {
-            const float *x = dpl_row_load(k, a->a, row, col, n, buf);
+            x = dpl_row_load(k, a->a, row, col, n, buf);
             squares += (double)k->dot(x, x, n);
         }
         const float rstd = (float)(1.0 / sqrt(squares / (double)a->d + (double)a->eps));
         a->rstd[row] = rstd;
         DPL_EACH_BLOCK(col, n, a->d) {
-            const float *x = dpl_row_load(k, a->a, row, col, n, buf);
+            if (n < a->d) x = dpl_row_load(k, a->a, row, col, n, buf); // else it is still there
             float *y = dpl_row_target(a->out, row, col, buf);
             k->norm_forward(x, a->weight + col, rstd, y, n);
             dpl_row_store(k, a->out, row, col, y, n);
@@ -67,16 +68,19 @@ static void norm_backward_row(const row_args *a, const dpl_row_kernels *k, size_
                               float *dgain) {
     float buf[DPL_ROW_BLOCK], dy_buf[DPL_ROW_BLOCK];
     double dot = 0;
+    const float *x = NULL, *dy = NULL;
     DPL_EACH_BLOCK(col, n, a->d) {
-        const float *x = dpl_row_load(k, a->a, row, col, n, buf);
-        const float *dy = dpl_row_load(k, a->b, row, col, n, dy_buf);
+        x = dpl_row_load(k, a->a, row, col, n, buf);
+        dy = dpl_row_load(k, a->b, row, col, n, dy_buf);
         dot += (double)k->norm_dot(dy, a->weight + col, x, n);
     }
     const double rstd = (double)a->rstd[row];
     const float c = (float)(rstd * rstd * rstd * dot / (double)a->d);
     DPL_EACH_BLOCK(col, n, a->d) {
-        const float *x = dpl_row_load(k, a->a, row, col, n, buf);
-        const float *dy = dpl_row_load(k, a->b, row, col, n, dy_buf);
+        if (n < a->d) { // else they are still there
+            x = dpl_row_load(k, a->a, row, col, n, buf);
+            dy = dpl_row_load(k, a->b, row, col, n, dy_buf);
+        }
         float *dx = dpl_row_target(a->out, row, col, buf);
         k->norm_backward(dy, a->weight + col, x, a->rstd[row], c, a->accumulate, dx, dgain + col,
                          n);
