@@ -17,24 +17,21 @@
 /* ---- machine --------------------------------------------------------------------------------- */
 
 typedef struct memory_run {
-    uint64_t *data;
+    const dpl_row_kernels *k;
+    float *data;
     size_t n_chunks;
     bool write;
-    uint64_t *sums; // (n_chunks), so that the reads are not optimized away
+    float *max; // (n_chunks)
 } memory_run;
 
+// By the kernels of this level that do the least for each line of memory.
 static void memory_task(void *arg, size_t i_task, int i_thread) {
     const memory_run *run = arg;
     const size_t n = CHUNK_BYTES / sizeof *run->data;
-    uint64_t *x = run->data + i_task * n, sum[8] = {0};
+    float *x = run->data + i_task * n;
     (void)i_thread;
-    for (size_t i = 0; i < n; i += 8) {
-        for (size_t j = 0; j < 8; ++j) {
-            if (run->write) x[i + j] += 1;
-            else sum[j] += x[i + j];
-        }
-    }
-    for (size_t j = 0; j < 8; ++j) run->sums[i_task] += sum[j];
+    if (run->write) run->k->scale(1, x, n);
+    else run->max[i_task] = run->k->max(x, n);
 }
 
 static double measure_memory(dpl_ctx *ctx, memory_run *run, bool write) {
@@ -57,14 +54,14 @@ double dpl_bench_fma_peak(dpl_ctx *ctx) {
 }
 
 dpl_status dpl_bench_machine(dpl_ctx *ctx, size_t test_bytes, dpl_bench_limits *limits_out) {
-    memory_run run = {.n_chunks = DPL_MAX(test_bytes / CHUNK_BYTES, (size_t)1)};
+    memory_run run = {&ctx->kernels->rows, .n_chunks = DPL_MAX(test_bytes / CHUNK_BYTES, 1)};
     run.data = dpl_alloc(run.n_chunks * CHUNK_BYTES);
-    run.sums = dpl_alloc_array(run.n_chunks, sizeof *run.sums);
+    run.max = dpl_alloc_array(run.n_chunks, sizeof *run.max);
     dpl_status status = DPL_OK;
     dpl_bench_limits found = {
         .flops = {dpl_measure_peak(ctx, DPL_F32), dpl_measure_peak(ctx, DPL_BF16)}};
     found.fma_flops = ctx->f32_parts ? dpl_bench_fma_peak(ctx) : found.flops[DPL_F32];
-    if (run.data && run.sums && found.flops[0] > 0 && found.flops[1] > 0 && found.fma_flops > 0) {
+    if (run.data && run.max && found.flops[0] > 0 && found.flops[1] > 0 && found.fma_flops > 0) {
         // Writing comes first: memory that was never written is one page of zeros.
         found.rw_bytes = measure_memory(ctx, &run, true);
         found.read_bytes = measure_memory(ctx, &run, false);
@@ -74,7 +71,7 @@ dpl_status dpl_bench_machine(dpl_ctx *ctx, size_t test_bytes, dpl_bench_limits *
                           test_bytes >> 20);
     }
     dpl_free(run.data);
-    dpl_free(run.sums);
+    dpl_free(run.max);
     return status;
 }
 
