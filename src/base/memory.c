@@ -58,12 +58,13 @@ static void *alloc_pages(size_t bytes) {
 void *dpl_alloc(size_t bytes) {
     if (fault_strikes() || bytes > PTRDIFF_MAX / 2) return NULL;
     if (bytes >= HUGE_BYTES && STRETCH == 1) return alloc_pages(bytes);
+    const size_t align = bytes >= HUGE_BYTES ? HUGE_BYTES : DPL_ALIGN;
     void *base;
-    if (posix_memalign(&base, DPL_ALIGN, bytes + DPL_ALIGN)) return NULL;
-    memset(base, 0, bytes + DPL_ALIGN);
-    char *p = (char *)base + DPL_ALIGN;
+    if (posix_memalign(&base, align, bytes + align)) return NULL;
+    memset(base, 0, bytes + align);
+    char *p = (char *)base + align;
     ((block_header *)(void *)p)[-1] = (block_header){base, 0};
-    ASAN_POISON_MEMORY_REGION(base, DPL_ALIGN);
+    ASAN_POISON_MEMORY_REGION(base, align);
     return p;
 }
 
@@ -76,6 +77,7 @@ void dpl_free(void *p) {
     if (!p) return;
     ASAN_UNPOISON_MEMORY_REGION((char *)p - DPL_ALIGN, DPL_ALIGN);
     const block_header header = ((block_header *)p)[-1];
+    ASAN_UNPOISON_MEMORY_REGION(header.base, (size_t)((char *)p - (char *)header.base));
     if (header.mapped_bytes) munmap(header.base, header.mapped_bytes);
     else free(header.base);
 }
