@@ -126,8 +126,8 @@ typedef struct dpl_row_kernels {
     float (*swiglu_backward)(dpl_dtype type, const void *dh, const void *gate_up, float w,
                              void *dgate_up, size_t f);
 
-    // Attention: rows are keys, columns queries. Scores become p = exp(scale * (score - max)) of the
-    // largest so far, 0 where that is below 2^-125: in place, or in `pairs` with each two rows as
+    // Attention: rows are keys, columns queries. Scores become p = exp(scale * (score - max)), max
+    // the largest so far, 0 where that is below 2^-125: in place, or in `pairs` with each two rows as
     // pairs of bf16 (an odd last row and 0). max, sum: of each column so far, from -inf and 0 on;
     // shrink: what sums from before are to be multiplied by. Returns whether one of them is not 1.
     bool (*softmax)(const dpl_scores *b, size_t n, float *score, uint16_t *pairs, float *max,
