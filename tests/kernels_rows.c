@@ -311,49 +311,101 @@ static uint16_t *rounded(kernel_test *t, float *x, size_t n) {
     return h;
 }
 
+// A few rows of at most 32, with weights or without, with gaps in all that is read and written.
+typedef struct swiglu_case {
+    dpl_swiglu b;
+    float *gate_up, *got, *want;
+    uint16_t *gate_up_16, *got_16;
+    size_t n_out;
+} swiglu_case;
+
+static swiglu_case draw_swiglu(kernel_test *t, size_t n, size_t wide) {
+    const size_t f = DPL_MIN(n, (size_t)32), m = 1 + n % 4;
+    const size_t ld = 2 * dpl_round_up(f, 16) + n % 3, ld_out = wide * dpl_round_up(f, 16) + n % 5;
+    swiglu_case c = {.b = {.n = m, .f = f, .ld = ld, .ld_out = ld_out}, .n_out = m * ld_out};
+    float *w = kernel_floats(t, m);
+    for (size_t i = 0; i < m; ++i) w[i] = 0.6f / (float)(1 + i);
+    c.b.weight = n % 2 ? w : NULL;
+    c.gate_up = kernel_random(t, m * ld);
+    c.gate_up_16 = rounded(t, c.gate_up, m * ld);
+    c.got = kernel_floats(t, c.n_out), c.want = kernel_floats(t, c.n_out);
+    c.got_16 = kernel_buffer(t, c.n_out * sizeof *c.got_16);
+    return c;
+}
+
+static dpl_swiglu swiglu_of(const swiglu_case *c, dpl_dtype dtype, void *out, float *sums) {
+    dpl_swiglu b = c->b;
+    b.dtype = dtype;
+    b.gate_up = dtype == DPL_F32 ? (void *)c->gate_up : (void *)c->gate_up_16;
+    b.out = out, b.sums = sums, b.step = 3;
+    return b;
+}
+
 static void check_swiglu_forward(kernel_test *t) {
     EACH_SIZE(t, n) {
-        const size_t width = 2 * dpl_round_up(n, 16);
-        float *gate_up = kernel_random(t, width);
-        const uint16_t *gate_up_16 = rounded(t, gate_up, width);
-        float *h = kernel_floats(t, n), *want = kernel_floats(t, n);
-        uint16_t *h_16 = kernel_buffer(t, n * sizeof *h_16);
-        t->k->rows.swiglu_forward(DPL_F32, gate_up, 0.6f, h, n);
-        t->k->rows.swiglu_forward(DPL_BF16, gate_up_16, 0.6f, h_16, n);
-        t->ref->rows.swiglu_forward(DPL_F32, gate_up, 0.6f, want, n);
-        kernel_near(t, "h", h, want, n, 12 * U * TERM);
-        kernel_same(t, "h of bf16", h_16, rounded(t, h, n), n * sizeof *h_16);
+        swiglu_case c = draw_swiglu(t, n, 1);
+        const dpl_swiglu got = swiglu_of(&c, DPL_F32, c.got, NULL);
+        const dpl_swiglu want = swiglu_of(&c, DPL_F32, c.want, NULL);
+        const dpl_swiglu got_16 = swiglu_of(&c, DPL_BF16, c.got_16, NULL);
+        t->k->rows.swiglu_forward(&got);
+        t->k->rows.swiglu_forward(&got_16);
+        t->ref->rows.swiglu_forward(&want);
+        kernel_near(t, "h", c.got, c.want, c.n_out, 12 * U * TERM);
+        kernel_same(t, "h of bf16", c.got_16, rounded(t, c.got, c.n_out),
+                    c.n_out * sizeof *c.got_16);
     }
     t->aligned = true;
-    const uint16_t *gate_up = kernel_random_bf16(t, 2 * N_BENCH);
-    uint16_t *h = kernel_buffer(t, N_BENCH * sizeof *h);
-    KERNEL_BENCH(t, N_BENCH, "elem", t->k->rows.swiglu_forward(DPL_BF16, gate_up, 1, h, N_BENCH));
+    const size_t n = N_BENCH / 16;
+    const dpl_swiglu b = {.dtype = DPL_BF16,
+                          .n = n,
+                          .f = 16,
+                          .gate_up = kernel_random_bf16(t, 2 * N_BENCH),
+                          .out = kernel_buffer(t, N_BENCH * 2),
+                          .ld = 32,
+                          .ld_out = 16};
+    KERNEL_BENCH(t, N_BENCH, "elem", t->k->rows.swiglu_forward(&b));
 }
 
 static void check_swiglu_backward(kernel_test *t) {
     EACH_SIZE(t, n) {
-        const size_t width = 2 * dpl_round_up(n, 16);
-        float *gate_up = kernel_random(t, width), *dh = kernel_random(t, n);
-        uint16_t *gate_up_16 = rounded(t, gate_up, width), *dh_16 = rounded(t, dh, n);
-        float *got = kernel_floats(t, width), *want = kernel_floats(t, width);
-        const float dw = t->k->rows.swiglu_backward(DPL_F32, dh, gate_up, 0.6f, got, n);
-        const float want_dw = t->ref->rows.swiglu_backward(DPL_F32, dh, gate_up, 0.6f, want, n);
-        kernel_near(t, "dgate_up", got, want, width, 16 * U * TERM * 7);
-        near_sum(t, (double)dw, (double)want_dw, n + 12, U);
-        t->k->rows.swiglu_backward(DPL_F32, dh, gate_up, 0.6f, gate_up, n);
-        kernel_same(t, "dgate_up in place", gate_up, got, width * sizeof *got);
-        const float dw_16 = t->k->rows.swiglu_backward(DPL_BF16, dh_16, gate_up_16, 0.6f,
-                                                       gate_up_16, n);
-        kernel_same(t, "dgate_up of bf16", gate_up_16, rounded(t, got, width),
-                    width * sizeof *gate_up_16);
-        kernel_same(t, "dw of bf16", &dw_16, &dw, sizeof dw);
+        swiglu_case c = draw_swiglu(t, n, 2);
+        const size_t m = c.b.n;
+        const float *dh = kernel_random(t, m * 32);
+        float *sums[3];
+        for (int i = 0; i < 3; ++i) sums[i] = kernel_floats(t, 3 * m - 2);
+        const dpl_swiglu got = swiglu_of(&c, DPL_F32, c.got, sums[0]);
+        const dpl_swiglu want = swiglu_of(&c, DPL_F32, c.want, sums[1]);
+        const dpl_swiglu got_16 = swiglu_of(&c, DPL_BF16, c.got_16, sums[2]);
+        t->k->rows.swiglu_backward(&got, dh);
+        t->k->rows.swiglu_backward(&got_16, dh);
+        t->ref->rows.swiglu_backward(&want, dh);
+        kernel_near(t, "dgate_up", c.got, c.want, c.n_out, 16 * U * TERM * 7);
+        // In place, and without sums.
+        dpl_swiglu in_place = swiglu_of(&c, DPL_F32, c.gate_up, NULL);
+        in_place.ld_out = in_place.ld;
+        t->k->rows.swiglu_backward(&in_place, dh);
+        for (size_t i = 0; i < m; ++i)
+            kernel_same(t, "dgate_up in place", c.gate_up + i * c.b.ld, c.got + i * c.b.ld_out,
+                        2 * dpl_round_up(c.b.f, 16) * sizeof *c.got);
+        kernel_same(t, "dgate_up of bf16", c.got_16, rounded(t, c.got, c.n_out),
+                    c.n_out * sizeof *c.got_16);
+        kernel_same(t, "sums of bf16", sums[2], sums[0], (3 * m - 2) * sizeof(float));
+        for (size_t i = 0; i < m; ++i)
+            near_sum(t, (double)sums[0][3 * i], (double)sums[1][3 * i], c.b.f + 12, U);
     }
     t->aligned = true;
-    const uint16_t *gate_up = kernel_random_bf16(t, 2 * N_BENCH),
-                   *dh = kernel_random_bf16(t, N_BENCH);
-    uint16_t *got = kernel_buffer(t, 2 * N_BENCH * sizeof *got);
-    KERNEL_BENCH(t, N_BENCH, "elem",
-                 t->k->rows.swiglu_backward(DPL_BF16, dh, gate_up, 1, got, N_BENCH));
+    const size_t n = N_BENCH / 32;
+    const float *dh = kernel_random(t, N_BENCH);
+    const dpl_swiglu b = {.dtype = DPL_BF16,
+                          .n = n,
+                          .f = 32,
+                          .gate_up = kernel_random_bf16(t, 2 * N_BENCH),
+                          .out = kernel_buffer(t, 2 * N_BENCH * 2),
+                          .ld = 64,
+                          .ld_out = 64,
+                          .sums = kernel_floats(t, n),
+                          .step = 1};
+    KERNEL_BENCH(t, N_BENCH, "elem", t->k->rows.swiglu_backward(&b, dh));
 }
 
 /* ---- attention, against its statement in fp64 ---- */

@@ -321,6 +321,7 @@ static const shape shapes[] = {
     {1, {16}, 14336, 64, 0},
     {1, {16}, 64, 14336, 0},
     {2, {5, 11}, 512, 4096, 0},
+    {2, {120, 60}, 130, 2100, 0}, // all of it fits where a whole number of chunks does not
 };
 static const dpl_dtype dtypes[][2] = {
     {DPL_F32, DPL_F32}, {DPL_BF16, DPL_F32}, {DPL_BF16, DPL_BF16}, {DPL_F32, DPL_BF16}};
@@ -500,6 +501,247 @@ static void test_deferred_context(void **state) {
     dpl_ctx_close(&later);
 }
 
+/* ---- products that end with SwiGLU --------------------------------------------------------------
+ */
+
+// Of a gated MLP of width d and f: gate_up = x W_in^T, hidden, and dhidden = dy W_out on the way
+// back. There gate_up is another one, whose padding may hold anything.
+typedef struct mlp {
+    problem in, out;
+    size_t f;
+    dpl_mat gate_up;
+    float *row_weight; // NULL: without
+} mlp;
+
+typedef struct mlp_result {
+    dpl_mat gate_up, hidden, dgate_up;
+    float *drow_weight;
+} mlp_result;
+
+static mlp make_mlp(const shape *s, const dpl_dtype *dtype, bool weighted) {
+    const size_t f = s->k, width = dpl_gate_up_width(f);
+    mlp p = {.f = f};
+    p.in = make_problem(s->n_groups, s->sizes, width, s->n, s->gap, dtype[0], dtype[1]);
+    p.out = make_problem(s->n_groups, s->sizes, s->n, f, s->gap, dtype[0], dtype[1]);
+    const size_t rows = p.in.n_rows;
+    p.gate_up = random_mat(rows, width, s->gap, dtype[0]);
+    for (size_t c = f; c < dpl_round_up(f, 16); ++c)
+        for (size_t i = 0; i < 2 * rows; ++i)
+            memset(dpl_mat_at(p.gate_up, i / 2, dpl_gate_column(c) + i % 2 * 16).p, 0xff,
+                   dpl_dtype_bytes(dtype[0]));
+    if (weighted) p.row_weight = random_mat(rows, 1, 0, DPL_F32).p;
+    return p;
+}
+
+static void free_mlp(mlp *p) {
+    free_problem(&p->in), free_problem(&p->out);
+    free(p->gate_up.p), free(p->row_weight);
+}
+
+static dpl_mat poisoned_mat(const mlp *p, size_t cols, dpl_dtype dtype) {
+    const size_t ld = cols + p->in.gap;
+    return (dpl_mat){poisoned(mat_bytes(p->in.n_rows + EXTRA_ROWS, ld, dtype)), ld, dtype};
+}
+
+static mlp_result make_mlp_result(const mlp *p) {
+    return (mlp_result){poisoned_mat(p, p->in.n, p->in.act), poisoned_mat(p, p->f, p->in.act),
+                        poisoned_mat(p, p->in.n, p->in.act),
+                        poisoned((p->in.n_rows + EXTRA_ROWS) * sizeof(float))};
+}
+
+static void free_mlp_result(mlp_result *r) {
+    free(r->gate_up.p), free(r->hidden.p), free(r->dgate_up.p), free(r->drow_weight);
+}
+
+static void run_mlp(dpl_ctx *ctx, const mlp *p, mlp_result *r) {
+    const dpl_groups groups = {p->in.n_groups, p->in.n_rows, p->in.offsets};
+    dpl_gemm_swiglu_forward(ctx, p->in.x, &p->in.w, groups, p->row_weight, r->gate_up, p->f,
+                            r->hidden);
+    dpl_gemm_swiglu_backward(ctx, p->out.dy, &p->out.w, groups, p->row_weight, p->gate_up,
+                             r->dgate_up, p->row_weight ? r->drow_weight : NULL);
+    dpl_ctx_wait(ctx);
+}
+
+static void same_mat(const mlp *p, dpl_mat a, dpl_mat b) {
+    assert_memory_equal(a.p, b.p, mat_bytes(p->in.n_rows + EXTRA_ROWS, a.ld, a.dtype));
+}
+
+static void same_mlp_result(const mlp *p, const mlp_result *a, const mlp_result *b) {
+    same_mat(p, a->gate_up, b->gate_up);
+    same_mat(p, a->hidden, b->hidden);
+    same_mat(p, a->dgate_up, b->dgate_up);
+    assert_memory_equal(a->drow_weight, b->drow_weight,
+                        (p->in.n_rows + EXTRA_ROWS) * sizeof(float));
+}
+
+static void within(const char *what, size_t row, size_t col, double got, double want, double bound,
+                   dpl_dtype stored) {
+    if (stored == DPL_BF16) bound += fabs(want) / 256;
+    if (fabs(got - want) <= bound) return;
+    print_error("%s (%zu, %zu) is %.9g, expected %.9g within %.3g\n", what, row, col, got, want,
+                bound);
+    fail();
+}
+
+// The sigmoid is good to a few roundings, or to the smallest normal number; so are its products.
+static double sigmoid_bound(double s, double times) {
+    return fabs(times) * (16 * 0x1p-24 * s + 4 * (double)FLT_MIN);
+}
+
+static void judge_hidden(const mlp *p, const mlp_result *r, size_t row, size_t col) {
+    const size_t at = dpl_gate_column(col);
+    const double g = element(r->gate_up, row, at), u = element(r->gate_up, row, at + 16);
+    const double s = 1 / (1 + exp(-g)), w = p->row_weight ? (double)p->row_weight[row] : 1;
+    within("hidden", row, col, element(r->hidden, row, col), g * s * u * w,
+           sigmoid_bound(s, g * u * w), p->in.act);
+}
+
+// dh: dhidden in fp32. Adds to the gradient of the row's weight and to the size of its terms.
+static void judge_dgate_up(const mlp *p, const mlp_result *r, dpl_mat dh, size_t row, size_t col,
+                           double drow[2]) {
+    const size_t at = dpl_gate_column(col);
+    const double g = element(p->gate_up, row, at), u = element(p->gate_up, row, at + 16);
+    const double s = 1 / (1 + exp(-g)), w = p->row_weight ? (double)p->row_weight[row] : 1;
+    const double d = element(dh, row, col);
+    // 1 - s carries the absolute error of s.
+    within("dgate", row, at, element(r->dgate_up, row, at), d * w * u * s * (1 + g * (1 - s)),
+           sigmoid_bound(s, d * w * u * (1 + fabs(g))), p->in.act);
+    within("dup", row, at + 16, element(r->dgate_up, row, at + 16), d * w * g * s,
+           sigmoid_bound(s, d * w * g), p->in.act);
+    drow[0] += d * g * s * u;
+    drow[1] += fabs(d * g * s * u);
+}
+
+// gate_up has the bits of the plain product, and the gradient is that of its fp32 dhidden: both are
+// held against fp64 elsewhere.
+static void judge_mlp(dpl_ctx *ctx, const mlp *p, const mlp_result *r) {
+    const dpl_groups groups = {p->in.n_groups, p->in.n_rows, p->in.offsets};
+    const dpl_mat plain = poisoned_mat(p, p->in.n, p->in.act);
+    const dpl_mat dh = poisoned_mat(p, p->f, DPL_F32);
+    const size_t rows = p->in.n_rows, elem = dpl_dtype_bytes(p->in.act), gap = p->in.gap * elem;
+    dpl_gemm_forward(ctx, p->in.x, &p->in.w, groups, plain);
+    dpl_gemm_dgrad(ctx, p->out.dy, &p->out.w, groups, dh, false);
+    dpl_ctx_wait(ctx);
+    same_mat(p, r->gate_up, plain);
+    const size_t step = 1 + rows / 20; // one row in so many, the last one too
+    for (size_t i = 0; i < rows; i += step) {
+        const size_t row = rows - 1 - i;
+        double drow[2] = {0};
+        for (size_t col = 0; col < p->f; ++col) {
+            judge_hidden(p, r, row, col);
+            judge_dgate_up(p, r, dh, row, col, drow);
+        }
+        for (size_t col = p->f; col < dpl_round_up(p->f, 16); ++col) {
+            const size_t at = dpl_gate_column(col);
+            assert_true(element(r->dgate_up, row, at) == 0);
+            assert_true(element(r->dgate_up, row, at + 16) == 0);
+        }
+        if (p->row_weight)
+            within("drow_weight", row, 0, (double)r->drow_weight[row], drow[0],
+                   64 * 0x1p-24 * drow[1], DPL_F32);
+    }
+    for (size_t row = 0; row < rows; ++row) {
+        still_poison(dpl_mat_at(r->hidden, row, p->f).p, gap);
+        still_poison(dpl_mat_at(r->dgate_up, row, p->in.n).p, gap);
+    }
+    still_poison(dpl_mat_row(r->hidden, rows), EXTRA_ROWS * r->hidden.ld * elem);
+    still_poison(dpl_mat_row(r->dgate_up, rows), EXTRA_ROWS * r->dgate_up.ld * elem);
+    const size_t untouched = p->row_weight ? rows : 0;
+    still_poison(r->drow_weight + untouched, (rows + EXTRA_ROWS - untouched) * sizeof(float));
+    free(plain.p), free(dh.p);
+}
+
+static const shape wide_mlp = {2, {290, 10}, 2100, 40, 1}; // whose sums have to wait
+
+static void check_mlp(dpl_ctx *ctx, const shape *s, const dpl_dtype *dtype, bool weighted) {
+    mlp p = make_mlp(s, dtype, weighted);
+    mlp_result r = make_mlp_result(&p);
+    run_mlp(ctx, &p, &r);
+    judge_mlp(ctx, &p, &r);
+    free_mlp_result(&r);
+    free_mlp(&p);
+}
+
+static void test_swiglu(void **state) {
+    (void)state;
+    for (size_t l = 0; l < DPL_COUNT(levels); ++l) {
+        dpl_ctx *ctx = open_ctx(levels[l], 2, false);
+        if (!ctx) continue;
+        for (size_t i = 0; i < (DPL_COUNT(shapes) + 1) * DPL_COUNT(dtypes); ++i) {
+            const size_t n = i / DPL_COUNT(dtypes);
+            check_mlp(ctx, n < DPL_COUNT(shapes) ? &shapes[n] : &wide_mlp,
+                      dtypes[i % DPL_COUNT(dtypes)], n % 2 == 0);
+        }
+        assert_int_equal(dpl_ctx_set_precision(ctx, "bf16_x6"), DPL_OK);
+        check_mlp(ctx, &wide_mlp, dtypes[0], true);
+        check_mlp(ctx, &shapes[13], dtypes[1], true);
+        dpl_ctx_close(&ctx);
+    }
+}
+
+static void test_swiglu_threads_do_not_matter(void **state) {
+    static const int n_threads[] = {1, 2, 3, 8, 3};
+    (void)state;
+    for (size_t l = 0; l < DPL_COUNT(levels); ++l) {
+        dpl_ctx *ctx[DPL_COUNT(n_threads)];
+        for (size_t t = 0; t < DPL_COUNT(n_threads); ++t) // the last one runs them later
+            ctx[t] = open_ctx(levels[l], n_threads[t], t == 4);
+        for (size_t i = 0; ctx[0] && i < 6; ++i) {
+            const shape *s = i / 2 == 0 ? &shapes[13] : i / 2 == 1 ? &shapes[14] : &wide_mlp;
+            mlp p = make_mlp(s, dtypes[i % 2 * 2], true);
+            mlp_result want = make_mlp_result(&p);
+            run_mlp(ctx[0], &p, &want);
+            for (size_t t = 1; t < DPL_COUNT(n_threads); ++t) {
+                mlp_result got = make_mlp_result(&p);
+                run_mlp(ctx[t], &p, &got);
+                same_mlp_result(&p, &got, &want);
+                free_mlp_result(&got);
+            }
+            free_mlp_result(&want);
+            free_mlp(&p);
+        }
+        for (size_t t = 0; t < DPL_COUNT(n_threads); ++t) dpl_ctx_close(&ctx[t]);
+    }
+}
+
+// Each row alone gives what it gives among others.
+static void test_swiglu_rows_are_independent(void **state) {
+    const shape *s = &shapes[13];
+    (void)state;
+    for (size_t l = 0; l < DPL_COUNT(levels); ++l) {
+        dpl_ctx *ctx = open_ctx(levels[l], 2, false);
+        for (size_t i = 0; ctx && i < DPL_COUNT(dtypes); ++i) {
+            mlp p = make_mlp(s, dtypes[i], true), one = p;
+            mlp_result among = make_mlp_result(&p), alone = make_mlp_result(&p);
+            run_mlp(ctx, &p, &among);
+            one.in.n_groups = one.out.n_groups = one.in.n_rows = 1;
+            memcpy(one.in.offsets, (const int64_t[]){0, 1}, 2 * sizeof(int64_t));
+            for (size_t row = 0; row < p.in.n_rows; ++row) {
+                const size_t g = row < 300   ? 0
+                                 : row < 302 ? 1
+                                             : 2,
+                             elem = dpl_dtype_bytes(p.in.weight);
+                one.in.x = dpl_mat_at(p.in.x, row, 0);
+                one.out.dy = dpl_mat_at(p.out.dy, row, 0);
+                one.gate_up = dpl_mat_at(p.gate_up, row, 0);
+                one.row_weight = p.row_weight + row;
+                one.in.w.p = (const uint8_t *)p.in.w.p + g * dpl_panel_elems(p.in.n, p.in.k) * elem;
+                one.out.w.p = (const uint8_t *)p.out.w.p +
+                              g * dpl_panel_elems(p.out.n, p.out.k) * elem;
+                one.in.w.n_groups = one.out.w.n_groups = 1;
+                mlp_result r = {dpl_mat_at(alone.gate_up, row, 0), dpl_mat_at(alone.hidden, row, 0),
+                                dpl_mat_at(alone.dgate_up, row, 0), alone.drow_weight + row};
+                run_mlp(ctx, &one, &r);
+            }
+            same_mlp_result(&p, &alone, &among);
+            free_mlp_result(&among);
+            free_mlp_result(&alone);
+            free_mlp(&p);
+        }
+        dpl_ctx_close(&ctx);
+    }
+}
+
 /* ---- large offsets: address space that is reserved but hardly touched ---------------------------
  */
 
@@ -644,6 +886,9 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_repeated_calls_are_equal),
         cmocka_unit_test(test_rows_are_independent),
         cmocka_unit_test(test_deferred_context),
+        cmocka_unit_test(test_swiglu),
+        cmocka_unit_test(test_swiglu_threads_do_not_matter),
+        cmocka_unit_test(test_swiglu_rows_are_independent),
         cmocka_unit_test(test_last_expert_of_a_large_weight),
         cmocka_unit_test(test_rows_far_apart),
         cmocka_unit_test(test_panels),

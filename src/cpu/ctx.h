@@ -14,7 +14,7 @@ typedef struct dpl_kernels dpl_kernels; // kernels.h
 // clang-format off
 #define DPL_PHASE_MAP(X) X(OTHER, other) X(GMM, grouped_gemm) X(GEMM, dense_gemm) \
     X(ATTENTION, attention) X(ROUTER, router) X(DISPATCH, dispatch) X(COMBINE, combine) \
-    X(NORM, norm) X(SWIGLU, swiglu) X(EMBED, embedding) X(LOSS, head_loss) X(OPTIMIZER, optimizer)
+    X(NORM, norm) X(EMBED, embedding) X(LOSS, head_loss) X(OPTIMIZER, optimizer)
 // clang-format on
 #define DPL_PHASE_ENUM(id, name) DPL_PHASE_##id,
 typedef enum dpl_phase { DPL_PHASE_MAP(DPL_PHASE_ENUM) DPL_PHASE_N } dpl_phase;

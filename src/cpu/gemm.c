@@ -29,11 +29,21 @@ typedef struct gemm_cut {
     size_t first_task, m_blocks, p_blocks;
 } gemm_cut;
 
+// What becomes of a complete panel instead of being stored: in forward, SwiGLU of it, beside; in
+// dgrad, as the gradient of hidden, that of gate_up.
+typedef struct gemm_swiglu {
+    dpl_mat mat; // forward: hidden; dgrad: gate_up; p NULL: a plain product
+    size_t f;
+    const float *row_weight;
+    float *sums, *drow_weight; // dgrad: (rows, panels), of each panel; of all, or both NULL
+} gemm_swiglu;
+
 typedef struct gemm_args {
     gemm_op op;
     dpl_mat left, right, out;  // forward: x, w, y; dgrad: dy, w, dx; wgrad: x, dy, dw
     const dpl_gemm_kernels *g; // of the operands' class
     size_t n_parts;            // of each operand: more than 1 for fp32 made of bf16
+    gemm_swiglu swiglu;
     dpl_groups groups;
     size_t n, k;
     bool accumulate;
@@ -45,6 +55,7 @@ typedef struct gemm_args {
 typedef struct gemm_block {
     const gemm_args *a;
     const dpl_gemm_kernels *g;
+    const dpl_row_kernels *k;
     size_t row, n_rows; // of the group
     size_t weight_row;  // its first row of 32 in a weight or weight gradient
     size_t k_rows;      // rows of a panel there
@@ -71,6 +82,9 @@ static gemm_block whole_group(const gemm_args *a, size_t g) {
     b.depth = a->op == FORWARD ? a->k : a->op == DGRAD ? a->n : b.n_rows;
     b.n_cols = a->op == DGRAD ? a->k : a->n;
     b.n_panels = dpl_div_up(b.n_cols, DPL_PANEL);
+    // Chunks are even, whole panels long, and depend on the depth only: so do the bits.
+    const size_t n_chunks = DPL_MAX(1, dpl_div_up(b.depth, b.g->kc));
+    b.chunk = dpl_round_up(dpl_div_up(b.depth, n_chunks), DPL_PANEL);
     return b;
 }
 
@@ -83,6 +97,12 @@ static double group_cost(const gemm_block *b) {
     return b->n_rows ? (double)(b->n_rows + ROWS_BYTES) * (double)b->a->n * (double)b->a->k : 0;
 }
 
+// As much of the contraction, in whole chunks, as m packed rows of it may take.
+static size_t slice_of(const gemm_block *b, size_t m) {
+    const size_t chunk_bytes = m * b->chunk * b->g->left_bytes * b->a->n_parts;
+    return b->chunk * DPL_MAX(1, b->g->block_bytes / chunk_bytes);
+}
+
 // Rows of a block: where weights are used in place few are enough, and with all of the contraction
 // packed sums need not wait.
 static size_t block_rows(const gemm_block *b) {
@@ -91,10 +111,14 @@ static size_t block_rows(const gemm_block *b) {
     return DPL_MIN(M_BLOCK, DPL_MAX(M_LEAST, b->g->block_bytes / row_bytes));
 }
 
+// Whether sums that are not complete may be in the result.
+static bool sums_in_out(const gemm_args *a) {
+    return a->out.dtype == DPL_F32 && !a->swiglu.mat.p;
+}
+
 // Whether a block of m rows has to put sums aside until more of the left operand is packed.
 static bool sums_wait(const gemm_block *b, size_t m) {
-    const size_t bytes = m * b->depth * b->g->left_bytes;
-    return b->a->op != WGRAD && b->a->out.dtype == DPL_BF16 && bytes > b->g->block_bytes;
+    return !sums_in_out(b->a) && slice_of(b, m) < b->depth;
 }
 
 // The cut may follow the number of threads (through cost_task), because no element's chain depends
@@ -298,6 +322,19 @@ static dpl_gemm_ahead fetch_ahead(const gemm_block *b, size_t p, size_t l0, size
                             others * row_bytes + step, each};
 }
 
+// Rows of what panel p ends with, which lie far apart, into L1 during the last product: the result,
+// or what SwiGLU's gradient reads. (Not inlined, gcc drops it: it has no effect.)
+INLINE void fetch_end(const gemm_block *b, size_t p, size_t first, size_t m) {
+    const gemm_args *a = b->a;
+    const size_t wide = a->op == DGRAD && a->swiglu.mat.p ? 2 : 1;
+    const dpl_mat all = wide == 2 ? a->swiglu.mat : a->out;
+    const dpl_mat far = dpl_mat_at(all, b->row + b->m0 + first, p * DPL_PANEL * wide);
+    const size_t elem = dpl_dtype_bytes(far.dtype), bytes = panel_cols(b, p) * wide * elem;
+    const uint8_t *row = far.p;
+    for (size_t i = 0; i < m; i++, row += far.ld * elem)
+        for (size_t at = 0; at < bytes; at += LINE) __builtin_prefetch(row + at, 0, 3);
+}
+
 /* ---- one block ------------------------------------------------------------------------------- */
 // One tile: of the parts of split operands all pairs that matter, in fp32.
 static void tile_product(const gemm_block *b, size_t m, size_t depth, const uint8_t *left,
@@ -320,26 +357,61 @@ static float *panel_sums(const gemm_block *b, size_t p) {
     return b->c + (wait ? (p - b->p0) * b->m * DPL_PANEL : 0);
 }
 
+// The rows of SwiGLU that complete sums of panel p are for, from `first` of the block on: columns
+// 16 p on of hidden, or 64 p on of gate_up and its gradient.
+static dpl_swiglu swiglu_rows(const gemm_block *b, size_t p, size_t first, size_t m) {
+    const gemm_swiglu *s = &b->a->swiglu;
+    const bool forward = b->a->op == FORWARD;
+    const size_t row = b->row + b->m0 + first, f_panel = forward ? DPL_PANEL / 2 : DPL_PANEL;
+    const size_t f = p * f_panel, n_panels = dpl_div_up(s->f, DPL_PANEL);
+    const dpl_mat gate_up = dpl_mat_at(forward ? b->a->out : s->mat, row, 2 * f);
+    const dpl_mat out = forward ? dpl_mat_at(s->mat, row, f) : dpl_mat_at(b->a->out, row, 2 * f);
+    return (dpl_swiglu){.dtype = out.dtype,
+                        .n = m,
+                        .f = DPL_MIN(s->f - f, f_panel),
+                        .gate_up = gate_up.p,
+                        .out = out.p,
+                        .ld = gate_up.ld,
+                        .ld_out = out.ld,
+                        .weight = s->row_weight ? s->row_weight + row : NULL,
+                        .sums = s->sums ? s->sums + row * n_panels + p : NULL,
+                        .step = n_panels};
+}
+
+static void finish_swiglu(const gemm_block *b, size_t p, size_t first, size_t m, const float *c) {
+    const dpl_swiglu rows = swiglu_rows(b, p, first, m);
+    if (b->a->op == DGRAD) {
+        b->k->swiglu_backward(&rows, c);
+        return;
+    }
+    b->g->put(m, DPL_PANEL, c, rows.dtype, (void *)(uintptr_t)rows.gate_up, rows.ld);
+    b->k->swiglu_forward(&rows);
+}
+
 // A slice of the contraction, from l0 on, for one panel. The left operand is packed on the way of
 // the first panel, tile by tile: while one tile is multiplied, memory brings the next.
 static void panel_product(const gemm_block *b, size_t p, size_t l0) {
     const gemm_args *a = b->a;
     const size_t end = DPL_MIN(l0 + b->slice, b->depth), n = panel_cols(b, p);
     const dpl_mat out = dpl_mat_at(a->out, b->row + b->m0, p * DPL_PANEL);
+    const bool in_out = sums_in_out(a);
     float *c = panel_sums(b, p);
     bool add = l0 > 0 || a->accumulate;
-    if (add && a->op != WGRAD && out.dtype == DPL_F32) b->g->take(b->m, n, out.p, out.ld, c);
+    if (add && a->op != WGRAD && in_out) b->g->take(b->m, n, out.p, out.ld, c);
     for (size_t l = l0; l < end; l += b->chunk, add = true) {
         const size_t depth = DPL_MIN(b->chunk, end - l);
         const uint8_t *right = right_panel(b, p, l, depth);
         for (size_t i = 0; i < b->n_tiles; ++i) {
             const size_t first = tile_first(b, i), m = tile_first(b, i + 1) - first;
             if (p == b->p0) pack_left(b, first, m, l, depth);
+            if (l + depth == b->depth && a->op != WGRAD) fetch_end(b, p, first, m);
             tile_product(b, m, depth, packed_left(b, first, l, depth), right, c + first * DPL_PANEL,
                          add, fetch_ahead(b, p, l, depth, i));
+            if (l + depth == b->depth && a->swiglu.mat.p)
+                finish_swiglu(b, p, first, m, c + first * DPL_PANEL);
         }
     }
-    if (a->op != WGRAD && (end == b->depth || out.dtype == DPL_F32))
+    if (a->op != WGRAD && !a->swiglu.mat.p && (end == b->depth || in_out))
         b->g->put(b->m, n, c, out.dtype, out.p, out.ld);
 }
 
@@ -350,13 +422,10 @@ static void block_product(const gemm_block *b) {
     if (b->g->leave) b->g->leave(entered);
 }
 
-// Chunks are even, whole panels long, and depend on the depth only: so do the bits.
 static void lay_out(gemm_block *b, uint8_t *scratch) {
     const dpl_gemm_kernels *g = b->g;
-    const size_t n = dpl_div_up(b->depth, g->kc);
     b->n_tiles = dpl_div_up(b->m, g->mr);
-    b->chunk = dpl_round_up(dpl_div_up(b->depth, n), DPL_PANEL);
-    b->slice = b->chunk * DPL_MAX(1, g->block_bytes / (b->m * b->chunk * g->left_bytes));
+    b->slice = slice_of(b, b->m);
     b->part_b = b->chunk * DPL_PANEL * g->right_bytes;
     b->part_a = dpl_round_up(
         b->m * DPL_MIN(b->slice, dpl_round_up(b->depth, b->chunk)) * g->left_bytes, LINE);
@@ -371,6 +440,7 @@ static void run_task(const void *args, const dpl_part *part) {
     const gemm_cut cut = a->cuts[g];
     const size_t i = part->i - cut.first_task, i_m = i / cut.p_blocks, i_p = i % cut.p_blocks;
     gemm_block b = whole_group(a, g);
+    b.k = part->k;
     b.m0 = i_m * b.m / cut.m_blocks;
     b.m = (i_m + 1) * b.m / cut.m_blocks - b.m0;
     b.p0 = i_p * b.n_panels / cut.p_blocks;
@@ -381,6 +451,19 @@ static void run_task(const void *args, const dpl_part *part) {
     }
     lay_out(&b, part->scratch);
     block_product(&b);
+}
+
+// The gradients of row weights: what each panel has of them, in order.
+static void add_row_sums(const void *args, const dpl_part *part) {
+    const gemm_args *a = args;
+    const int64_t *offsets = a->groups.offsets;
+    const size_t n = dpl_div_up(a->swiglu.f, DPL_PANEL);
+    const size_t end = offsets ? DPL_MIN(part->end, (size_t)offsets[a->groups.n]) : part->end;
+    for (size_t row = part->first; row < end; row++) {
+        double sum = 0;
+        for (size_t p = 0; p < n; p++) sum += (double)a->swiglu.sums[row * n + p];
+        a->swiglu.drow_weight[row] = (float)sum;
+    }
 }
 
 /* ---- operators ------------------------------------------------------------------------------- */
@@ -399,6 +482,14 @@ static void run_gemm(dpl_ctx *ctx, const void *args) {
         n_tasks += a->cuts[g].m_blocks * a->cuts[g].p_blocks;
     }
     dpl_ctx_loop(ctx, (dpl_loop){run_task, n_tasks, 1}, a);
+    if (a->swiglu.sums) dpl_ctx_loop(ctx, (dpl_loop){add_row_sums, a->groups.n_rows, 512}, a);
+}
+
+// What a product writes entirely: nothing that it adds to, no gradient of a weight.
+static dpl_span out_span(const gemm_args *a) {
+    const size_t f = a->swiglu.f, k = f ? dpl_gate_up_width(f) : a->k;
+    if (a->accumulate || a->op == WGRAD) return (dpl_span){0};
+    return dpl_row_span(a->out, a->groups.n_rows, a->op == FORWARD ? a->n : k);
 }
 
 static void submit_gemm(dpl_ctx *ctx, gemm_args a, dpl_dtype operand) {
@@ -409,8 +500,12 @@ static void submit_gemm(dpl_ctx *ctx, gemm_args a, dpl_dtype operand) {
     a.g = &ctx->kernels->gemm[split ? DPL_BF16 : operand];
     a.n_parts = split ? ctx->f32_parts : 1;
     a.cuts = dpl_ctx_alloc(ctx, a.groups.n * sizeof *a.cuts);
-    const dpl_span span = dpl_row_span(a.out, a.groups.n_rows, a.op == FORWARD ? a.n : a.k);
-    DPL_SUBMIT(ctx, run_gemm, a, a.accumulate || a.op == WGRAD ? (dpl_span){0} : span);
+    const size_t n_rows = a.groups.n_rows, n_panels = dpl_div_up(a.swiglu.f, DPL_PANEL);
+    if (a.swiglu.drow_weight)
+        a.swiglu.sums = dpl_ctx_alloc(ctx, n_rows * n_panels * sizeof *a.swiglu.sums);
+    const dpl_span hidden = dpl_row_span(a.swiglu.mat, n_rows, a.swiglu.f);
+    DPL_SUBMIT(ctx, run_gemm, a, out_span(&a), a.op == FORWARD ? hidden : (dpl_span){0},
+               {a.swiglu.drow_weight, n_rows * sizeof *a.swiglu.drow_weight});
     dpl_ctx_release(ctx, mark);
 }
 
@@ -441,6 +536,35 @@ void dpl_gemm_dgrad(dpl_ctx *ctx, dpl_mat dy, const dpl_weight *w, dpl_groups gr
                             .n = w->n,
                             .k = w->k,
                             .accumulate = accumulate},
+                w->dtype);
+}
+
+void dpl_gemm_swiglu_forward(dpl_ctx *ctx, dpl_mat x, const dpl_weight *w, dpl_groups groups,
+                             const float *row_weight, dpl_mat gate_up, size_t f, dpl_mat hidden) {
+    submit_gemm(ctx,
+                (gemm_args){.op = FORWARD,
+                            .left = x,
+                            .right = weight_mat(w),
+                            .out = gate_up,
+                            .swiglu = {.mat = hidden, .f = f, .row_weight = row_weight},
+                            .groups = groups,
+                            .n = w->n,
+                            .k = w->k},
+                w->dtype);
+}
+
+void dpl_gemm_swiglu_backward(dpl_ctx *ctx, dpl_mat dy, const dpl_weight *w, dpl_groups groups,
+                              const float *row_weight, dpl_mat gate_up, dpl_mat dgate_up,
+                              float *drow_weight) {
+    submit_gemm(ctx,
+                (gemm_args){.op = DGRAD,
+                            .left = dy,
+                            .right = weight_mat(w),
+                            .out = dgate_up,
+                            .swiglu = {gate_up, w->k, row_weight, NULL, drow_weight},
+                            .groups = groups,
+                            .n = w->n,
+                            .k = w->k},
                 w->dtype);
 }
 

@@ -86,6 +86,18 @@ typedef struct dpl_scores {
     const float *lse, *delta;                    // of each row; backward only
 } dpl_scores;
 
+// n rows of SwiGLU. gate_up, of out's type: blocks of 16 gate and 16 up columns, whole ones always.
+typedef struct dpl_swiglu {
+    dpl_dtype dtype;
+    size_t n, f;
+    const void *gate_up;
+    void *out;
+    size_t ld, ld_out;
+    const float *weight; // of each row; NULL: 1
+    float *sums;         // of each row, `step` apart; backward only; NULL: not wanted
+    size_t step;
+} dpl_swiglu;
+
 typedef struct dpl_row_kernels {
     float (*max)(const float *x, size_t n); // -inf for n = 0; NaNs are passed over
     float (*dot)(const float *x, const float *y, size_t n);
@@ -119,15 +131,13 @@ typedef struct dpl_row_kernels {
     void (*rope)(const float *cos, const float *sin, float sign, bool interleaved, float *x,
                  size_t n);
 
-    // Rows of one type. gate_up: blocks of 16 gate and 16 up columns, whole blocks always.
-    // h (f) = silu(gate) * up * w
-    void (*swiglu_forward)(dpl_dtype type, const void *gate_up, float w, void *h, size_t f);
-    // dgate_up, padding 0; returns the sum of dh * silu(gate) * up
-    float (*swiglu_backward)(dpl_dtype type, const void *dh, const void *gate_up, float w,
-                             void *dgate_up, size_t f);
+    // out (f) = h = silu(gate) * up * weight
+    void (*swiglu_forward)(const dpl_swiglu *b);
+    // out = dgate_up, padding 0; sums: of dh * silu(gate) * up. dh: (n, 32), f <= 32
+    void (*swiglu_backward)(const dpl_swiglu *b, const float *dh);
 
-    // Attention: rows are keys, columns queries. Scores become p = exp(scale * (score - max)), max
-    // the largest so far, 0 where that is below 2^-125: in place, or in `pairs` with each two rows as
+    // Attention: rows are keys, columns queries. Scores become p = exp(scale * (score - max)) of the
+    // largest so far, 0 where that is below 2^-125: in place, or in `pairs` with each two rows as
     // pairs of bf16 (an odd last row and 0). max, sum: of each column so far, from -inf and 0 on;
     // shrink: what sums from before are to be multiplied by. Returns whether one of them is not 1.
     bool (*softmax)(const dpl_scores *b, size_t n, float *score, uint16_t *pairs, float *max,

@@ -86,11 +86,17 @@ static inline float float_of(uint32_t u) {
 
 /* ---- reductions ------------------------------------------------------------------------------ */
 // Halves are folded onto each other, so that near lanes meet last.
+typedef float lanes_8 __attribute__((vector_size(LANES / 2 * 4)));
+typedef float lanes_4 __attribute__((vector_size(LANES)));
+
 INLINE float fold(const void *lanes) {
-    float t[LANES];
-    memcpy(t, lanes, sizeof t);
-    for (int i = 0; i < LANES / 2; i++) t[i] += t[i + LANES / 2];
-    return ((t[0] + t[4]) + (t[2] + t[6])) + ((t[1] + t[5]) + (t[3] + t[7]));
+    lanes_8 a[2];
+    lanes_4 b[2];
+    memcpy(a, lanes, sizeof a);
+    a[0] += a[1];
+    memcpy(b, a, sizeof b);
+    b[0] += b[1];
+    return (b[0][0] + b[0][2]) + (b[0][1] + b[0][3]);
 }
 
 // The sum of x * y * z, of which z may be NULL. Two sets of lanes hide the latency of the
@@ -360,17 +366,31 @@ INLINE void swiglu_forward(dpl_dtype type, const void *gate_up, float w, void *h
     copy_any(DPL_F32, t, 0, type, h, i, f - i);
 }
 
-static void row_swiglu_forward(dpl_dtype type, const void *gate_up, float w, void *h, size_t f) {
-    if (type == DPL_F32) swiglu_forward(DPL_F32, gate_up, w, h, f);
-    else swiglu_forward(DPL_BF16, gate_up, w, h, f);
+INLINE void swiglu_forward_rows(dpl_dtype type, const dpl_swiglu *b, size_t f) {
+    const size_t bytes = dpl_dtype_bytes(type);
+    const char *gate_up = b->gate_up;
+    char *h = b->out;
+    for (size_t i = 0; i < b->n; i++, gate_up += b->ld * bytes, h += b->ld_out * bytes)
+        swiglu_forward(type, gate_up, b->weight ? b->weight[i] : 1.0f, h, f);
+}
+
+INLINE void swiglu_forward_as(dpl_dtype type, const dpl_swiglu *b) {
+    if (b->f == LANES) swiglu_forward_rows(type, b, LANES); // without a loop over columns
+    else swiglu_forward_rows(type, b, b->f);
+}
+
+static void row_swiglu_forward(const dpl_swiglu *b) {
+    const dpl_swiglu copy = *b;
+    if (copy.dtype == DPL_F32) swiglu_forward_as(DPL_F32, &copy);
+    else swiglu_forward_as(DPL_BF16, &copy);
 }
 
 // d silu(g) = s * (1 + g * (1 - s)), s = sigmoid(g)
-INLINE void swiglu_grad_block(dpl_dtype type, const void *dh, const void *g, size_t i, float w,
+INLINE void swiglu_grad_block(dpl_dtype type, const float *dh, const void *g, size_t i, float w,
                               void *dg, reg *sum) {
     for (size_t l = 0; l < LANES; l += REG) {
         const reg gate = load_any(type, g, 2 * i + l), up = load_any(type, g, 2 * i + l + LANES);
-        const reg d = load_any(type, dh, i + l), dw = d * w;
+        const reg d = load(dh + i + l), dw = d * w;
         const reg s = sigmoid_reg(gate), silu = gate * s;
         sum[l / REG] += d * (silu * up);
         store_any(type, dg, 2 * i + l, dw * up * (s * (1.0f + gate * (1.0f - s))));
@@ -378,26 +398,41 @@ INLINE void swiglu_grad_block(dpl_dtype type, const void *dh, const void *g, siz
     }
 }
 
-INLINE float swiglu_backward(dpl_dtype type, const void *dh, const void *gate_up, float w,
-                             void *dgate_up, size_t f) {
-    reg sum[N_REGS] = {0};
+INLINE void swiglu_backward(dpl_dtype type, const float *dh, const void *gate_up, float w,
+                            void *dgate_up, size_t f, reg *sum) {
     size_t i = 0;
     for (; i + LANES <= f; i += LANES) swiglu_grad_block(type, dh, gate_up, i, w, dgate_up, sum);
     if (i < f) { // The padding may hold anything: compute on copies where it is 0.
         float d[LANES] = {0}, g[2 * LANES] = {0}, dg[2 * LANES];
-        copy_any(type, dh, i, DPL_F32, d, 0, f - i);
+        memcpy(d, dh + i, (f - i) * sizeof *d);
         copy_any(type, gate_up, 2 * i, DPL_F32, g, 0, f - i);
         copy_any(type, gate_up, 2 * i + LANES, DPL_F32, g, LANES, f - i);
         swiglu_grad_block(DPL_F32, d, g, 0, w, dg, sum);
         copy_any(DPL_F32, dg, 0, type, dgate_up, 2 * i, 2 * LANES);
     }
-    return fold(sum);
 }
 
-static float row_swiglu_backward(dpl_dtype type, const void *dh, const void *gate_up, float w,
-                                 void *dgate_up, size_t f) {
-    return type == DPL_F32 ? swiglu_backward(DPL_F32, dh, gate_up, w, dgate_up, f)
-                           : swiglu_backward(DPL_BF16, dh, gate_up, w, dgate_up, f);
+INLINE void swiglu_backward_rows(dpl_dtype type, const dpl_swiglu *b, const float *dh, size_t f) {
+    const size_t bytes = dpl_dtype_bytes(type);
+    const char *gate_up = b->gate_up;
+    char *out = b->out;
+    for (size_t i = 0; i < b->n; i++, dh += DPL_PANEL) {
+        reg sum[N_REGS] = {0};
+        swiglu_backward(type, dh, gate_up, b->weight ? b->weight[i] : 1.0f, out, f, sum);
+        if (b->sums) b->sums[i * b->step] = fold(sum);
+        gate_up += b->ld * bytes, out += b->ld_out * bytes;
+    }
+}
+
+INLINE void swiglu_backward_as(dpl_dtype type, const dpl_swiglu *b, const float *dh) {
+    if (b->f == DPL_PANEL) swiglu_backward_rows(type, b, dh, DPL_PANEL);
+    else swiglu_backward_rows(type, b, dh, b->f);
+}
+
+static void row_swiglu_backward(const dpl_swiglu *b, const float *dh) {
+    const dpl_swiglu copy = *b;
+    if (copy.dtype == DPL_F32) swiglu_backward_as(DPL_F32, &copy, dh);
+    else swiglu_backward_as(DPL_BF16, &copy, dh);
 }
 
 /* ---- optimizer ------------------------------------------------------------------------------- */

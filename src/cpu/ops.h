@@ -79,6 +79,25 @@ void dpl_gemm_forward(dpl_ctx *ctx, dpl_mat x, const dpl_weight *w, dpl_groups g
 // dx (rows, k) = dy (rows, n) W_g, or += with accumulate (dx is then F32)
 void dpl_gemm_dgrad(dpl_ctx *ctx, dpl_mat dy, const dpl_weight *w, dpl_groups groups, dpl_mat dx,
                     bool accumulate);
+
+// gate_up (rows, 2 * round_up(f, 16)): blocks of 16 gate, then 16 up columns, in one panel. Gate f
+// is column dpl_gate_column(f), its up partner 16 further.
+static inline size_t dpl_gate_column(size_t f) {
+    return f / 16 * 32 + f % 16;
+}
+static inline size_t dpl_gate_up_width(size_t f) {
+    return 2 * dpl_round_up(f, 16);
+}
+// gate_up = x W_g^T, and hidden (rows, f), of the same type, = silu(gate) * up * row_weight[row] of
+// what is stored there; row_weight NULL: 1.
+void dpl_gemm_swiglu_forward(dpl_ctx *ctx, dpl_mat x, const dpl_weight *w, dpl_groups groups,
+                             const float *row_weight, dpl_mat gate_up, size_t f, dpl_mat hidden);
+// Of dhidden = dy W_g, which is not stored (w: (n, k = f)): dgate_up, of gate_up's type, padding
+// columns 0, and drow_weight (rows) = sum over f of dhidden * silu(gate) * up, NULL: not wanted.
+void dpl_gemm_swiglu_backward(dpl_ctx *ctx, dpl_mat dy, const dpl_weight *w, dpl_groups groups,
+                              const float *row_weight, dpl_mat gate_up, dpl_mat dgate_up,
+                              float *drow_weight);
+
 // dw[g] (panels of (n, k), F32) = dy_g^T x_g, or += with accumulate. `operand` BF16 rounds both
 // operands first. The padding of an odd k is not written.
 void dpl_gemm_wgrad(dpl_ctx *ctx, dpl_mat dy, dpl_mat x, dpl_groups groups, size_t n, size_t k,
@@ -112,21 +131,6 @@ typedef struct dpl_rope {
     bool interleaved;
 } dpl_rope;
 void dpl_rope_apply(dpl_ctx *ctx, const dpl_rope *rope, size_t n_rows, bool inverse, dpl_mat x);
-
-// gate_up (rows, 2 * round_up(f, 16)): blocks of 16 gate, then 16 up columns, in one panel. Gate f
-// is column dpl_gate_column(f), its up partner 16 further. All matrices are of one type.
-static inline size_t dpl_gate_column(size_t f) {
-    return f / 16 * 32 + f % 16;
-}
-static inline size_t dpl_gate_up_width(size_t f) {
-    return 2 * dpl_round_up(f, 16);
-}
-// h (rows, f) = silu(gate) * up * row_weight[row]; row_weight NULL: 1.
-void dpl_swiglu_forward(dpl_ctx *ctx, dpl_mat gate_up, const float *row_weight, size_t n_rows,
-                        size_t f, dpl_mat h);
-// dgate_up =, padding columns 0; drow_weight (rows) = sum over f of dh * silu(gate) * up, or NULL.
-void dpl_swiglu_backward(dpl_ctx *ctx, dpl_mat dh, dpl_mat gate_up, const float *row_weight,
-                         size_t n_rows, size_t f, dpl_mat dgate_up, float *drow_weight);
 
 // out = a + b, may be either; a or b with ld 0 is one row for all: a bias. A copy converts between
 // element types.

@@ -1,4 +1,4 @@
-// rows.c - the operators that work row by row: norm, rotation, SwiGLU, sums, loss, and the movement
+// rows.c - the operators that work row by row: norm, rotation, sums, loss, and the movement
 // of rows: copies, gathers (dispatch, embedding) and combine.
 //
 // Each handles fp32 and bf16 with one code path: a row is taken in blocks of DPL_ROW_BLOCK columns,
@@ -16,10 +16,9 @@ static dpl_span span_unless(bool is_read, dpl_mat m, size_t n_rows, size_t d) {
 typedef struct row_args {
     dpl_loop loop;
     size_t d;
-    dpl_mat a, b, out;   // a: x or gate_up; b: its second term or the gradient of what came of it
-    const float *weight; // norm: gain (d); SwiGLU: of each row
-    float *rstd;         // norm
-    float *drow_weight;  // SwiGLU, may be NULL
+    dpl_mat a, b, out;      // a: x; b: its second term or the gradient of what came of it
+    const float *weight;    // norm: gain (d)
+    float *rstd;            // norm
     float *dgain, *partial; // norm backward; partial: (parts, d) sums of dgain
     float eps;
     bool accumulate;
@@ -30,8 +29,7 @@ static void submit_rows(dpl_ctx *ctx, const row_args *a, dpl_op_fn run, size_t d
     const size_t n_rows = a->loop.n_rows;
     const bool in_place = a->accumulate || a->out.p == a->a.p || a->out.p == a->b.p;
     DPL_SUBMIT(ctx, run, *a, span_unless(in_place, a->out, n_rows, d_out),
-               {a->rstd, a->dgain ? 0 : n_rows * sizeof *a->rstd},
-               {a->drow_weight, n_rows * sizeof *a->drow_weight});
+               {a->rstd, a->dgain ? 0 : n_rows * sizeof *a->rstd});
 }
 
 /* ---- RMSNorm --------------------------------------------------------------------------------- */
@@ -153,41 +151,6 @@ void dpl_rope_apply(dpl_ctx *ctx, const dpl_rope *rope, size_t n_rows, bool inve
     const size_t grain = dpl_row_grain(rope->n_heads * rope->d_rope * 4);
     const rope_args args = {{rope_rows, n_rows, grain}, *rope, x, inverse ? -1.0f : 1.0f};
     DPL_SUBMIT(ctx, dpl_run_loop, args, {0});
-}
-
-/* ---- SwiGLU ---------------------------------------------------------------------------------- */
-static void swiglu_forward(const void *args, const dpl_part *part) {
-    const row_args *a = args;
-    for (size_t row = part->first; row < part->end; row++)
-        part->k->swiglu_forward(a->a.dtype, dpl_mat_row(a->a, row),
-                                a->weight ? a->weight[row] : 1.0f, dpl_mat_row(a->out, row), a->d);
-}
-
-void dpl_swiglu_forward(dpl_ctx *ctx, dpl_mat gate_up, const float *row_weight, size_t n_rows,
-                        size_t f, dpl_mat h) {
-    const dpl_loop loop = {swiglu_forward, n_rows, dpl_row_grain(f * 8)};
-    const row_args a = {loop, f, gate_up, .out = h, .weight = row_weight};
-    submit_rows(ctx, &a, dpl_run_loop, f);
-}
-
-static void swiglu_backward(const void *args, const dpl_part *part) {
-    const row_args *a = args;
-    for (size_t row = part->first; row < part->end; row++) {
-        const float w = a->weight ? a->weight[row] : 1.0f;
-        double dw = 0;
-        DPL_EACH_BLOCK(col, n, a->d)
-        dw += (double)part->k->swiglu_backward(a->a.dtype, dpl_mat_at(a->b, row, col).p,
-                                               dpl_mat_at(a->a, row, 2 * col).p, w,
-                                               dpl_mat_at(a->out, row, 2 * col).p, n);
-        if (a->drow_weight) a->drow_weight[row] = (float)dw;
-    }
-}
-
-void dpl_swiglu_backward(dpl_ctx *ctx, dpl_mat dh, dpl_mat gate_up, const float *row_weight,
-                         size_t n_rows, size_t f, dpl_mat dgate_up, float *drow_weight) {
-    const dpl_loop loop = {swiglu_backward, n_rows, dpl_row_grain(f * 8)};
-    const row_args a = {loop, f, gate_up, dh, dgate_up, row_weight, .drow_weight = drow_weight};
-    submit_rows(ctx, &a, dpl_run_loop, dpl_gate_up_width(f));
 }
 
 /* ---- add, zero ------------------------------------------------------------------------------- */

@@ -1,5 +1,5 @@
-// experts.c - step 4 of the layer: gate and up in one GEMM, SwiGLU times router weight, down. With
-// one group and no row weights this is also the shared expert and the dense MLP.
+// experts.c - step 4 of the layer: gate and up in one GEMM that ends with SwiGLU times router
+// weight, down. With one group and no row weights this is also the shared expert and the dense MLP.
 //
 // Since the router weight enters before the down projection, its gradient is a dot product in
 // front of it, and the experts' outputs need not be kept for the backward pass.
@@ -11,11 +11,8 @@ static dpl_phase gemm_phase(const dpl_mlp *mlp) {
 
 void dpl_experts_forward(dpl_ctx *ctx, const dpl_mlp *mlp, dpl_mat y) {
     const dpl_phase before = dpl_ctx_phase(ctx, gemm_phase(mlp));
-    dpl_gemm_forward(ctx, mlp->x, &mlp->gate_up_w, mlp->groups, mlp->gate_up);
-    dpl_ctx_phase(ctx, DPL_PHASE_SWIGLU);
-    dpl_swiglu_forward(ctx, mlp->gate_up, mlp->row_weight, mlp->groups.n_rows, mlp->down_w.k,
-                       mlp->hidden);
-    dpl_ctx_phase(ctx, gemm_phase(mlp));
+    dpl_gemm_swiglu_forward(ctx, mlp->x, &mlp->gate_up_w, mlp->groups, mlp->row_weight,
+                            mlp->gate_up, mlp->down_w.k, mlp->hidden);
     dpl_gemm_forward(ctx, mlp->hidden, &mlp->down_w, mlp->groups, y);
     dpl_ctx_phase(ctx, before);
 }
@@ -23,15 +20,12 @@ void dpl_experts_forward(dpl_ctx *ctx, const dpl_mlp *mlp, dpl_mat y) {
 void dpl_experts_backward(dpl_ctx *ctx, const dpl_mlp *mlp, dpl_mat dy, dpl_mat dx, bool accumulate,
                           float *drow_weight) {
     const dpl_weight *in = &mlp->gate_up_w, *out = &mlp->down_w;
-    const size_t n = mlp->groups.n_rows, f = out->k, mark = dpl_ctx_mark(ctx);
-    const dpl_mat dhidden = dpl_moe_mat(ctx, NULL, n, f, mlp->hidden.dtype);
-    const dpl_mat dgate_up = dpl_moe_mat(ctx, NULL, n, in->n, mlp->gate_up.dtype);
+    const size_t mark = dpl_ctx_mark(ctx);
+    const dpl_mat dgate_up = dpl_moe_mat(ctx, NULL, mlp->groups.n_rows, in->n, mlp->gate_up.dtype);
     const dpl_phase before = dpl_ctx_phase(ctx, gemm_phase(mlp));
-    dpl_gemm_dgrad(ctx, dy, out, mlp->groups, dhidden, false);
+    dpl_gemm_swiglu_backward(ctx, dy, out, mlp->groups, mlp->row_weight, mlp->gate_up, dgate_up,
+                             drow_weight);
     dpl_weight_grad(ctx, dy, mlp->hidden, mlp->groups, out);
-    dpl_ctx_phase(ctx, DPL_PHASE_SWIGLU);
-    dpl_swiglu_backward(ctx, dhidden, mlp->gate_up, mlp->row_weight, n, f, dgate_up, drow_weight);
-    dpl_ctx_phase(ctx, gemm_phase(mlp));
     dpl_weight_grad(ctx, dgate_up, mlp->x, mlp->groups, in);
     dpl_gemm_dgrad(ctx, dgate_up, in, mlp->groups, dx, accumulate);
     dpl_ctx_release(ctx, mark);
