@@ -136,10 +136,10 @@ typedef struct dpl_row_kernels {
     // out = dgate_up, padding 0; sums: of dh * silu(gate) * up. dh: (n, 32), f <= 32
     void (*swiglu_backward)(const dpl_swiglu *b, const float *dh);
 
-    // Attention: rows are keys, columns queries. Scores become p = exp(scale * (score - max)) of the
-    // largest so far, 0 where that is below 2^-125: in place, or in `pairs` with each two rows as
-    // pairs of bf16 (an odd last row and 0). max, sum: of each column so far, from -inf and 0 on;
-    // shrink: what sums from before are to be multiplied by. Returns whether one of them is not 1.
+    // Attention: rows are keys, columns queries. Scores become p = exp(scale * (score - max)), max
+    // the largest so far, 0 where that is below 2^-125: in place, or in `pairs` with each two rows
+    // as pairs of bf16 (an odd last row and 0). max, sum: of each column so far, from -inf and 0
+    // on; shrink: what sums from before are to be multiplied by. Returns whether one is not 1.
     bool (*softmax)(const dpl_scores *b, size_t n, float *score, uint16_t *pairs, float *max,
                     float *sum, float *shrink);
     // Rows are queries, columns keys. score becomes p = exp(scale * score - lse), dp becomes
