@@ -81,8 +81,8 @@ DPL_API void dpl_ctx_close(dpl_ctx **ctx);
  * Collective: no. Deterministic: the text alone decides, never the sizes. Cost: none. */
 DPL_API dpl_status dpl_ctx_set_precision(dpl_ctx *ctx, const char *matmul_precision);
 
-/** Threads, the caller included, 0 for NULL; CPU level: "ref", "avx2", "avx512", "avx512_bf16", "amx"
- * or (for tests, by DPL_CPU alone) "tiles", "" for NULL. */
+/** Threads, the caller included, 0 for NULL; CPU level: "ref", "avx2", "avx512", "avx512_bf16",
+ * "amx" or (for tests, by DPL_CPU alone) "tiles", "" for NULL. */
 DPL_API int dpl_ctx_threads(const dpl_ctx *ctx);
 DPL_API const char *dpl_ctx_cpu_level(const dpl_ctx *ctx);
 

@@ -1,7 +1,7 @@
 /*
  * test_attention.c - attention forward and backward against the fp64 oracle and finite differences,
- * at every CPU level, both element types and mixed ones, odd sizes, documents and padding; bits over threads, on a
- * deferred context, and of a row whatever comes after it.
+ * at every CPU level, both element types and mixed ones, odd sizes, documents and padding; bits
+ * over threads, on a deferred context, and of a row whatever comes after it.
  */
 #include <math.h>
 #include <setjmp.h>

@@ -1,8 +1,8 @@
 // kernels_softmax_tmpl.h - attention's row kernels, on blocks of scores 32 columns wide.
 //
-// Part of kernels_rows_tmpl.h. Columns or rows are independent of each other, so a whole register of
-// them goes through the softmax at once. One pass does all that is to be done with a score while it
-// is in a register: scale, mask, exp, sum and rounding to the pairs of bf16 that products take.
+// Part of kernels_rows_tmpl.h. Columns or rows are independent of each other, so a whole register
+// of them goes through the softmax at once. One pass does all that is to be done with a score while
+// it is in a register: scale, mask, exp, sum and rounding to the pairs of bf16 that products take.
 typedef int32_t reg_i32 __attribute__((vector_size(REG_BYTES)));
 
 #define WIDTH    32 // columns
