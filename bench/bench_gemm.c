@@ -5,14 +5,16 @@
  * The limit of a product is max(operations / peak, bytes / bandwidth), where the bytes are those of
  * every operand and result once. Data that fit in the caches can do better than that limit.
  */
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 
 #include "bench.h"
 #include "cpu/kernels.h"
 
-#define CHUNK_BYTES ((size_t)1 << 20)
-#define MEMORY_RUNS 7 // the best of so many is the machine's limit
+#define CHUNK_BYTES   ((size_t)1 << 20)
+#define DISPATCH_RUNS 20
+#define MEMORY_RUNS   7 // the best of so many is the machine's limit
 
 /* ---- machine --------------------------------------------------------------------------------- */
 
@@ -117,6 +119,33 @@ static dpl_status report_kernels(const dpl_ctx *ctx, const dpl_bench_limits *lim
     return DPL_OK;
 }
 
+// Each task waits until all of its run have begun: so every thread takes part.
+typedef struct dispatch_run {
+    atomic_size_t n_begun;
+    size_t n_tasks;
+} dispatch_run;
+
+static void dispatch_task(void *arg, size_t i_task, int i_thread) {
+    dispatch_run *run = arg;
+    (void)i_task, (void)i_thread;
+    atomic_fetch_add(&run->n_begun, 1);
+    while (atomic_load(&run->n_begun) % run->n_tasks) continue;
+}
+
+// Seconds from the start of a run of the pool to its end, when there is nothing to do in it.
+static double measure_dispatch(dpl_ctx *ctx) {
+    dispatch_run run = {0, (size_t)dpl_ctx_threads(ctx)};
+    double best = 1;
+    for (int i = 0; i < DISPATCH_RUNS; ++i) {
+        atomic_store(&run.n_begun, 0);
+        const double start = dpl_now();
+        for (int j = 0; j < DISPATCH_RUNS; ++j)
+            dpl_pool_run(ctx->pool, run.n_tasks, dispatch_task, &run);
+        best = DPL_MIN(best, (dpl_now() - start) / DISPATCH_RUNS);
+    }
+    return best;
+}
+
 int dpl_bench_run_machine(dpl_bench_args *args) {
     const int threads = (int)dpl_bench_size(args, "threads", 0);
     const size_t test_bytes = dpl_bench_size(args, "mbytes", 512) << 20;
@@ -125,11 +154,11 @@ int dpl_bench_run_machine(dpl_bench_args *args) {
     dpl_bench_limits limits;
     if (dpl_ctx_create(threads, false, 0, &ctx) != DPL_OK) return failed(ctx);
     if (dpl_bench_machine(ctx, test_bytes, &limits) != DPL_OK) return failed(ctx);
-    json_t *row = json_pack("{ss si ss sf sf sf sf}", "bench", "machine", "threads",
-                            dpl_ctx_threads(ctx), "level", dpl_ctx_cpu_level(ctx), "gflops",
-                            limits.flops[DPL_F32] * 1e-9, "gflops_bf16",
-                            limits.flops[DPL_BF16] * 1e-9, "read_gbs", limits.read_bytes * 1e-9,
-                            "read_write_gbs", limits.rw_bytes * 1e-9);
+    json_t *row = json_pack(
+        "{ss si ss sf sf sf sf sf}", "bench", "machine", "threads", dpl_ctx_threads(ctx), "level",
+        dpl_ctx_cpu_level(ctx), "gflops", limits.flops[DPL_F32] * 1e-9, "gflops_bf16",
+        limits.flops[DPL_BF16] * 1e-9, "read_gbs", limits.read_bytes * 1e-9, "read_write_gbs",
+        limits.rw_bytes * 1e-9, "dispatch_us", measure_dispatch(ctx) * 1e6);
     if (dpl_bench_print(row, args->json) != DPL_OK) return failed(ctx);
     if (report_kernels(ctx, &limits, args->json) != DPL_OK) return failed(ctx);
     dpl_ctx_close(&ctx);

@@ -19,7 +19,6 @@
 #define TASKS      2   // a thread gets about so many: more even, but more packing
 #define COST_MIN   1e6 // multiply-adds, below which another task costs more than it brings
 #define ROWS_BYTES 8   // reading a group's weight costs about as much as so many rows
-#define PARTS      3   // of bf16, that an fp32 operand may be split into
 #define P_ZERO     8   // panels that one task zeroes in the gradient of a group without rows
 
 typedef enum gemm_op { FORWARD, DGRAD, WGRAD } gemm_op;
