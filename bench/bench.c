@@ -126,13 +126,11 @@ dpl_status dpl_bench_report(json_t *row, const dpl_bench_work *work, const dpl_b
                            work->rw_bytes / limits->rw_bytes;
     const double flops_s = work->flops / peak, least_s = DPL_MAX(flops_s, bytes_s);
     const double fma_s = DPL_MAX(work->flops / limits->fma_flops, bytes_s);
-    json_t *found = json_pack("{sf sf sf ss sf sf}", "median_us", seconds * 1e6, "gflops",
+    json_t *found = json_pack("{sf sf sf ss sf sf sf}", "median_us", seconds * 1e6, "gflops",
                               work->flops / seconds * 1e-9, "gbs",
                               (work->read_bytes + work->rw_bytes) / seconds * 1e-9, "limit",
                               bytes_s > flops_s ? "bytes" : "flops", "limit_us", least_s * 1e6,
-                              "fraction", least_s / seconds);
-    if (peak != limits->fma_flops)
-        json_object_set_new(found, "fraction_fma", json_real(fma_s / seconds));
+                              "fraction", least_s / seconds, "fraction_fma", fma_s / seconds);
     const bool good = json_object_update(row, found) == 0; // false without either
     json_decref(found);
     if (!good) json_decref(row);

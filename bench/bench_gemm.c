@@ -187,7 +187,8 @@ static void run_op(void *arg) {
     if (b->op == 0) dpl_gemm_forward(b->ctx, b->x, &b->w, b->groups, b->y);
     if (b->op == 1) dpl_gemm_dgrad(b->ctx, b->y, &b->w, b->groups, b->x, false);
     if (b->op == 2)
-        dpl_gemm_wgrad(b->ctx, b->y, b->x, b->groups, b->n, b->k, b->dtype, true, b->dw);
+        dpl_gemm_wgrad(b->ctx, b->y, b->x, (dpl_row_map){0}, b->groups, b->n, b->k, b->dtype, true,
+                       b->dw);
     dpl_ctx_wait(b->ctx);
 }
 

@@ -163,8 +163,9 @@ static void run_problem(dpl_ctx *ctx, const problem *p, result *r) {
     dpl_gemm_forward(ctx, p->x, &p->w, groups, r->y);
     dpl_gemm_dgrad(ctx, p->dy, &p->w, groups, r->dx, false);
     dpl_gemm_dgrad(ctx, p->dy, &p->w, groups, r->dx_sum, true);
-    dpl_gemm_wgrad(ctx, p->dy, p->x, groups, p->n, p->k, p->weight, true, r->dw);
-    dpl_gemm_wgrad(ctx, p->dy, p->x, groups, p->n, p->k, p->weight, false, r->dw_new);
+    dpl_gemm_wgrad(ctx, p->dy, p->x, (dpl_row_map){0}, groups, p->n, p->k, p->weight, true, r->dw);
+    dpl_gemm_wgrad(ctx, p->dy, p->x, (dpl_row_map){0}, groups, p->n, p->k, p->weight, false,
+                   r->dw_new);
     dpl_ctx_wait(ctx);
 }
 
@@ -555,8 +556,8 @@ static void free_mlp_result(mlp_result *r) {
 
 static void run_mlp(dpl_ctx *ctx, const mlp *p, mlp_result *r) {
     const dpl_groups groups = {p->in.n_groups, p->in.n_rows, p->in.offsets};
-    dpl_gemm_swiglu_forward(ctx, p->in.x, &p->in.w, groups, p->row_weight, r->gate_up, p->f,
-                            r->hidden);
+    dpl_gemm_swiglu_forward(ctx, p->in.x, (dpl_row_map){0}, &p->in.w, groups, p->row_weight,
+                            r->gate_up, p->f, r->hidden);
     dpl_gemm_swiglu_backward(ctx, p->out.dy, &p->out.w, groups, p->row_weight, p->gate_up,
                              r->dgate_up, p->row_weight ? r->drow_weight : NULL);
     dpl_ctx_wait(ctx);
@@ -776,7 +777,7 @@ static void test_last_expert_of_a_large_weight(void **state) {
     dpl_gemm_dgrad(ctx, dy, &all, groups, dpl_mat_f32(dx, K), false);
     dpl_gemm_dgrad(ctx, dy, &one, dpl_one_group(1), dpl_mat_f32(dx + K, K), false);
     assert_memory_equal(dx, dx + K, K * sizeof *dx);
-    dpl_gemm_wgrad(ctx, dy, x, groups, N, K, DPL_F32, true, dw);
+    dpl_gemm_wgrad(ctx, dy, x, (dpl_row_map){0}, groups, N, K, DPL_F32, true, dw);
     for (size_t i = 0; i < elems; i += 101) {
         const size_t n = i / K, k = i % K;
         const float want = (float)(element(dy, 0, n) * element(x, 0, k));
@@ -786,6 +787,57 @@ static void test_last_expert_of_a_large_weight(void **state) {
     free(x.p), free(dy.p), free(dx);
     munmap(w, bytes), munmap(dw, bytes);
     dpl_ctx_close(&ctx);
+}
+
+/* Rows that a map names give the bits that their copies give, rows of zeros where it names none. */
+static void check_map(dpl_ctx *ctx, dpl_dtype x_dtype, dpl_dtype operand, size_t f, size_t k) {
+    enum { T = 37, TOP_K = 3, GROUPS = 3, ROWS = 300 };
+    static const int64_t offsets[GROUPS + 1] = {0, 11, 11, ROWS};
+    const dpl_groups groups = {GROUPS, ROWS, offsets};
+    const size_t n = dpl_gate_up_width(f), elems = GROUPS * dpl_panel_elems(n, k);
+    const dpl_mat x = random_mat(T, k, 3, x_dtype), dy = random_mat(ROWS, n, 0, x_dtype);
+    const dpl_mat copies = random_mat(ROWS, k, 0, x_dtype);
+    int32_t slot[ROWS];
+    for (size_t r = 0; r < ROWS; ++r) {
+        slot[r] = (int32_t)(dpl_rng_u64(seed, 3, n_drawn++) % (T * TOP_K + 9)) - 9;
+        void *to = dpl_mat_row(copies, r);
+        const size_t bytes = k * dpl_dtype_bytes(x_dtype);
+        if (slot[r] < 0) memset(to, 0, bytes);
+        else memcpy(to, dpl_mat_row(x, (size_t)slot[r] / TOP_K), bytes);
+    }
+    float *panels = dpl_alloc_array(elems, sizeof *panels);
+    uint16_t *halves = dpl_alloc_array(elems, sizeof *halves);
+    for (size_t i = 0; i < elems; ++i) halves[i] = dpl_f32_to_bf16(panels[i] = draw());
+    const dpl_weight w = {
+        operand == DPL_F32 ? (void *)panels : (void *)halves, operand, GROUPS, n, k, NULL, NULL};
+    dpl_mat gate_up[2], hidden[2];
+    float *dw[2];
+    for (int i = 0; i < 2; ++i) {
+        const dpl_row_map map = {i ? slot : NULL, TOP_K};
+        gate_up[i] = random_mat(ROWS, n, 0, x_dtype), hidden[i] = random_mat(ROWS, f, 0, x_dtype);
+        dw[i] = dpl_alloc_array(elems, sizeof *dw[i]);
+        dpl_gemm_swiglu_forward(ctx, i ? x : copies, map, &w, groups, NULL, gate_up[i], f,
+                                hidden[i]);
+        dpl_gemm_wgrad(ctx, dy, i ? x : copies, map, groups, n, k, operand, false, dw[i]);
+    }
+    dpl_ctx_wait(ctx);
+    assert_memory_equal(gate_up[0].p, gate_up[1].p, mat_bytes(ROWS, n, x_dtype));
+    assert_memory_equal(hidden[0].p, hidden[1].p, mat_bytes(ROWS, f, x_dtype));
+    assert_memory_equal(dw[0], dw[1], elems * sizeof *dw[0]);
+    for (int i = 0; i < 2; ++i) free(gate_up[i].p), free(hidden[i].p), dpl_free(dw[i]);
+    free(x.p), free(dy.p), free(copies.p), dpl_free(panels), dpl_free(halves);
+}
+
+static void test_mapped_rows(void **state) {
+    (void)state;
+    for (size_t l = 0; l < DPL_COUNT(levels); ++l) {
+        dpl_ctx *ctx = open_ctx(levels[l], 2, false);
+        for (size_t i = 0; ctx && i < DPL_COUNT(dtypes); ++i) {
+            check_map(ctx, dtypes[i][0], dtypes[i][1], 20, 33);
+            check_map(ctx, dtypes[i][0], dtypes[i][1], 48, 1100);
+        }
+        dpl_ctx_close(&ctx);
+    }
 }
 
 static void test_rows_far_apart(void **state) {
@@ -890,6 +942,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_swiglu_threads_do_not_matter),
         cmocka_unit_test(test_swiglu_rows_are_independent),
         cmocka_unit_test(test_last_expert_of_a_large_weight),
+        cmocka_unit_test(test_mapped_rows),
         cmocka_unit_test(test_rows_far_apart),
         cmocka_unit_test(test_panels),
         cmocka_unit_test(test_bias),

@@ -156,7 +156,8 @@ static dpl_status run(dpl_ctx *ctx, const dpl_gemm_grouped *g, product which, co
         if (which == DGRAD) dpl_gemm_dgrad(ctx, y_i, &weight, groups, x_i, false);
         if (which == WGRAD) {
             dpl_panel_pack(ctx, rows, g->n, g->k, ws);
-            dpl_gemm_wgrad(ctx, y_i, x_i, groups, g->n, g->k, g->weights, true, ws);
+            dpl_gemm_wgrad(ctx, y_i, x_i, (dpl_row_map){0}, groups, g->n, g->k, g->weights, true,
+                           ws);
             dpl_panel_unpack(ctx, ws, g->n, g->k, rows);
         }
         dpl_ctx_wait(ctx); // The workspace is used again.

@@ -43,6 +43,7 @@ typedef struct gemm_args {
     const dpl_gemm_kernels *g; // of the operands' class
     size_t n_parts;            // of each operand: more than 1 for fp32 made of bf16
     gemm_swiglu swiglu;
+    dpl_row_map map; // of the rows of x on the left
     dpl_groups groups;
     size_t n, k;
     bool accumulate;
@@ -64,6 +65,7 @@ typedef struct gemm_block {
     uint8_t *packed_a, *packed_b; // [part]
     size_t part_a, part_b;        // bytes of a part
     float *c;                     // sums of one panel (m, 32), or of all if they have to wait
+    uint8_t *gathered;            // with a map: rows of x
 } gemm_block;
 
 /* ---- cutting into tasks ---------------------------------------------------------------------- */
@@ -191,8 +193,37 @@ static uint8_t *packed_left(const gemm_block *b, size_t first, size_t l, size_t 
     return b->packed_a + (l % b->slice * b->m + first * rows) * b->g->left_bytes;
 }
 
+// NULL: a row of zeros.
+static const uint8_t *mapped_row(const gemm_args *a, size_t row, size_t col) {
+    const int32_t slot = a->map.slot[row];
+    return slot < 0 ? NULL : dpl_mat_at(a->left, (size_t)slot / a->map.top_k, col).p;
+}
+
+// Copies `n` columns of rows that lie anywhere; the next one comes from memory meanwhile.
+static void gather_rows(const gemm_block *b, size_t row, size_t n_rows, size_t col, size_t n) {
+    const size_t bytes = n * dpl_dtype_bytes(b->a->left.dtype);
+    const uint8_t *next = mapped_row(b->a, row, col);
+    for (size_t r = 0; r < n_rows; r++) {
+        const uint8_t *from = next;
+        next = r + 1 < n_rows ? mapped_row(b->a, row + r + 1, col) : NULL;
+        for (size_t at = 0; next && at < bytes; at += LINE) __builtin_prefetch(next + at, 0, 3);
+        if (from) memcpy(b->gathered + r * bytes, from, bytes);
+        else memset(b->gathered + r * bytes, 0, bytes);
+    }
+}
+
+// As left_at, of rows that a map names: in forward those of one tile; in wgrad, where they are the
+// contraction, those of one chunk, for all tiles of the block.
+static dpl_mat gather_left(const gemm_block *b, size_t first, size_t m, size_t l, size_t depth) {
+    const bool wgrad = b->a->op == WGRAD;
+    const size_t n = wgrad ? b->m : depth;
+    if (!wgrad) gather_rows(b, b->row + b->m0 + first, m, l, n);
+    else if (first == 0) gather_rows(b, b->row + l, depth, b->m0, n);
+    return dpl_mat_at((dpl_mat){b->gathered, n, b->a->left.dtype}, 0, wgrad ? first : 0);
+}
+
 static void pack_left(const gemm_block *b, size_t first, size_t m, size_t l, size_t depth) {
-    const dpl_mat x = left_at(b, first, l);
+    const dpl_mat x = b->a->map.slot ? gather_left(b, first, m, l, depth) : left_at(b, first, l);
     uint8_t *to = packed_left(b, first, l, depth);
     const dpl_gemm_packer pack = b->a->op == WGRAD ? b->g->left_cols : b->g->left_rows;
     for (size_t part = 0; part < parts_of(b->a, x); part++, to += b->part_a)
@@ -254,7 +285,7 @@ static dpl_gemm_ahead fetch_wgrad(const gemm_block *b, size_t p, size_t l0, size
     if (line < right_lines) {
         if (p + 1 < b->p0 + b->n_panels)
             return fetch_rows(right_at(b, p + 1, l0 + l), line * LINE, DPL_MIN(rows, depth - l));
-    } else if (l0 + depth < b->depth) {
+    } else if (l0 + depth < b->depth && !b->a->map.slot) {
         const size_t at = ((p - b->p0) * b->n_tiles / shares + line - right_lines) * LINE;
         if (at < left_bytes && l0 + depth + l < b->depth)
             return fetch_rows(left_at(b, 0, l0 + depth + l), at,
@@ -297,7 +328,7 @@ static dpl_gemm_ahead fetch_ahead(const gemm_block *b, size_t p, size_t l0, size
     const gemm_args *a = b->a;
     const size_t slots = dpl_div_up(depth, b->g->fetch);
     if (a->op == WGRAD) return fetch_wgrad(b, p, l0, depth, i);
-    if (p == b->p0 && i + 1 < b->n_tiles) {
+    if (p == b->p0 && i + 1 < b->n_tiles && !a->map.slot) {
         const dpl_mat x = left_at(b, tile_first(b, i + 1), l0);
         const size_t elem = dpl_dtype_bytes(x.dtype), lines = dpl_div_up(depth * elem, LINE);
         return (dpl_gemm_ahead){x.p, LINE, lines, x.ld * elem - (lines - 1) * LINE,
@@ -431,6 +462,8 @@ static void lay_out(gemm_block *b, uint8_t *scratch) {
     b->packed_b = scratch;
     b->packed_a = b->packed_b + b->a->n_parts * b->part_b;
     b->c = (float *)(void *)(b->packed_a + b->a->n_parts * b->part_a);
+    const size_t n_sums = b->a->op == WGRAD ? 0 : sums_wait(b, b->m) ? b->n_panels : 1;
+    b->gathered = (uint8_t *)(b->c + n_sums * b->m * DPL_PANEL);
 }
 
 static void run_task(const void *args, const dpl_part *part) {
@@ -538,14 +571,16 @@ void dpl_gemm_dgrad(dpl_ctx *ctx, dpl_mat dy, const dpl_weight *w, dpl_groups gr
                 w->dtype);
 }
 
-void dpl_gemm_swiglu_forward(dpl_ctx *ctx, dpl_mat x, const dpl_weight *w, dpl_groups groups,
-                             const float *row_weight, dpl_mat gate_up, size_t f, dpl_mat hidden) {
+void dpl_gemm_swiglu_forward(dpl_ctx *ctx, dpl_mat x, dpl_row_map map, const dpl_weight *w,
+                             dpl_groups groups, const float *row_weight, dpl_mat gate_up, size_t f,
+                             dpl_mat hidden) {
     submit_gemm(ctx,
                 (gemm_args){.op = FORWARD,
                             .left = x,
                             .right = weight_mat(w),
                             .out = gate_up,
                             .swiglu = {.mat = hidden, .f = f, .row_weight = row_weight},
+                            .map = map,
                             .groups = groups,
                             .n = w->n,
                             .k = w->k},
@@ -567,13 +602,14 @@ void dpl_gemm_swiglu_backward(dpl_ctx *ctx, dpl_mat dy, const dpl_weight *w, dpl
                 w->dtype);
 }
 
-void dpl_gemm_wgrad(dpl_ctx *ctx, dpl_mat dy, dpl_mat x, dpl_groups groups, size_t n, size_t k,
-                    dpl_dtype operand, bool accumulate, float *dw) {
+void dpl_gemm_wgrad(dpl_ctx *ctx, dpl_mat dy, dpl_mat x, dpl_row_map map, dpl_groups groups,
+                    size_t n, size_t k, dpl_dtype operand, bool accumulate, float *dw) {
     submit_gemm(ctx,
                 (gemm_args){.op = WGRAD,
                             .left = x,
                             .right = dy,
                             .out = dpl_mat_f32(dw, DPL_PANEL),
+                            .map = map,
                             .groups = groups,
                             .n = n,
                             .k = k,

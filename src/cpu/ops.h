@@ -71,6 +71,13 @@ static inline dpl_groups dpl_one_group(size_t n_rows) {
     return (dpl_groups){1, n_rows, NULL};
 }
 
+// Where the rows of x lie: row r in row slot[r] / top_k, a row of zeros where slot[r] < 0; slot
+// NULL: in row r. So tokens need not be copied to each of their experts.
+typedef struct dpl_row_map {
+    const int32_t *slot; // (rows), device memory
+    size_t top_k;
+} dpl_row_map;
+
 // Operands are used as they are with an F32 weight; with a BF16 weight the activations are rounded
 // to bf16 as well. Sums are fp32: chains over k in blocks of a fixed length, added in order
 // (kernels.h). With ctx->f32_parts, F32 operands are split: see dpl_ctx.
@@ -90,8 +97,9 @@ static inline size_t dpl_gate_up_width(size_t f) {
 }
 // gate_up = x W_g^T, and hidden (rows, f), of the same type, = silu(gate) * up * row_weight[row] of
 // what is stored there; row_weight NULL: 1.
-void dpl_gemm_swiglu_forward(dpl_ctx *ctx, dpl_mat x, const dpl_weight *w, dpl_groups groups,
-                             const float *row_weight, dpl_mat gate_up, size_t f, dpl_mat hidden);
+void dpl_gemm_swiglu_forward(dpl_ctx *ctx, dpl_mat x, dpl_row_map map, const dpl_weight *w,
+                             dpl_groups groups, const float *row_weight, dpl_mat gate_up, size_t f,
+                             dpl_mat hidden);
 // Of dhidden = dy W_g, which is not stored (w: (n, k = f)): dgate_up, of gate_up's type, padding
 // columns 0, and drow_weight (rows) = sum over f of dhidden * silu(gate) * up, NULL: not wanted.
 void dpl_gemm_swiglu_backward(dpl_ctx *ctx, dpl_mat dy, const dpl_weight *w, dpl_groups groups,
@@ -100,13 +108,13 @@ void dpl_gemm_swiglu_backward(dpl_ctx *ctx, dpl_mat dy, const dpl_weight *w, dpl
 
 // dw[g] (panels of (n, k), F32) = dy_g^T x_g, or += with accumulate. `operand` BF16 rounds both
 // operands first. The padding of an odd k is not written.
-void dpl_gemm_wgrad(dpl_ctx *ctx, dpl_mat dy, dpl_mat x, dpl_groups groups, size_t n, size_t k,
-                    dpl_dtype operand, bool accumulate, float *dw);
-static inline void dpl_weight_grad(dpl_ctx *ctx, dpl_mat dy, dpl_mat x, dpl_groups groups,
-                                   const dpl_weight *w) {
+void dpl_gemm_wgrad(dpl_ctx *ctx, dpl_mat dy, dpl_mat x, dpl_row_map map, dpl_groups groups,
+                    size_t n, size_t k, dpl_dtype operand, bool accumulate, float *dw);
+static inline void dpl_weight_grad(dpl_ctx *ctx, dpl_mat dy, dpl_mat x, dpl_row_map map,
+                                   dpl_groups groups, const dpl_weight *w) {
     if (!w->grad) return;
     const bool accumulate = !w->stale || !*w->stale;
-    dpl_gemm_wgrad(ctx, dy, x, groups, w->n, w->k, w->dtype, accumulate, w->grad);
+    dpl_gemm_wgrad(ctx, dy, x, map, groups, w->n, w->k, w->dtype, accumulate, w->grad);
     if (w->stale) *w->stale = false;
 }
 // Row-major (n, k) F32 to the panels of one group (with zero padding), and back.

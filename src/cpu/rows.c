@@ -232,6 +232,12 @@ static void gather_panel_row(const gather_args *a, const dpl_row_kernels *k, siz
     }
 }
 
+static void move_row(const gather_args *a, const dpl_row_kernels *k, size_t from, size_t row) {
+    if (from == NO_ROW) memset(dpl_mat_row(a->to, row), 0, a->d * dpl_dtype_bytes(a->to.dtype));
+    else if (a->in_panels) gather_panel_row(a, k, from, row);
+    else gather_row(a, k, from, row);
+}
+
 static void gather_rows(const void *args, const dpl_part *part) {
     const gather_args *a = args;
     size_t next = source_of(a, part->first);
@@ -239,9 +245,7 @@ static void gather_rows(const void *args, const dpl_part *part) {
         const size_t from = next;
         next = source_of(a, row + 1);
         if (next != NO_ROW && a->map && !a->in_panels) fetch_row(a->from, next, a->d);
-        if (from == NO_ROW) memset(dpl_mat_row(a->to, row), 0, a->d * dpl_dtype_bytes(a->to.dtype));
-        else if (a->in_panels) gather_panel_row(a, part->k, from, row);
-        else gather_row(a, part->k, from, row);
+        if (a->d > 0) move_row(a, part->k, from, row);
         if (a->weights) a->row_weight[row] = from == NO_ROW ? 0 : a->weights[a->map[row]];
     }
 }

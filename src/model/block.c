@@ -39,7 +39,7 @@ void dpl_linear_backward(dpl_model *m, int layer, dpl_param_id id, dpl_mat dy, d
     if (bias)
         dpl_embed_backward(m->ctx, dy, NULL, false, n_rows, 1, bias->k, dpl_model_grad(m, bias));
     dpl_gemm_dgrad(m->ctx, dy, &w, rows, dx, accumulate);
-    dpl_weight_grad(m->ctx, dy, x, rows, &w);
+    dpl_weight_grad(m->ctx, dy, x, (dpl_row_map){0}, rows, &w);
     dpl_ctx_phase(m->ctx, before);
 }
 
@@ -83,9 +83,12 @@ static dpl_mlp dense_mlp(const dpl_model *m, int layer, const dpl_block_saved *s
                          size_t n_rows) {
     const dpl_weight in = weight(m, layer, DPL_P_GATE_UP), out = weight(m, layer, DPL_P_DOWN);
     const dpl_mat *act = saved->act;
-    return (dpl_mlp){dpl_one_group(n_rows),  in,   out,
-                     act[DPL_ACT_MLP_NORM],  NULL, act[DPL_ACT_MLPWI],
-                     act[DPL_ACT_MLP_HIDDEN]};
+    return (dpl_mlp){.groups = dpl_one_group(n_rows),
+                     .gate_up_w = in,
+                     .down_w = out,
+                     .x = act[DPL_ACT_MLP_NORM],
+                     .gate_up = act[DPL_ACT_MLPWI],
+                     .hidden = act[DPL_ACT_MLP_HIDDEN]};
 }
 
 dpl_status dpl_block_forward(dpl_model *m, int layer, const dpl_batch *b, const dpl_aux *aux,

@@ -206,7 +206,7 @@ static void cross_entropy(const pass *p, size_t k, float *loss, float *z) {
         if (scale == 0) continue;
         dpl_gemm_dgrad(m->ctx, logits, &w, dpl_one_group(n), dpl_mat_at(d->dnormed, first, 0),
                        false);
-        dpl_weight_grad(m->ctx, logits, h, dpl_one_group(n), &w);
+        dpl_weight_grad(m->ctx, logits, h, (dpl_row_map){0}, dpl_one_group(n), &w);
     }
     dpl_sum(m->ctx, loss, false, n_rows, &d->sums[0]);
     dpl_sum(m->ctx, z, false, n_rows, &d->sums[1]);

@@ -11,7 +11,7 @@ static dpl_phase gemm_phase(const dpl_mlp *mlp) {
 
 void dpl_experts_forward(dpl_ctx *ctx, const dpl_mlp *mlp, dpl_mat y) {
     const dpl_phase before = dpl_ctx_phase(ctx, gemm_phase(mlp));
-    dpl_gemm_swiglu_forward(ctx, mlp->x, &mlp->gate_up_w, mlp->groups, mlp->row_weight,
+    dpl_gemm_swiglu_forward(ctx, mlp->x, mlp->map, &mlp->gate_up_w, mlp->groups, mlp->row_weight,
                             mlp->gate_up, mlp->down_w.k, mlp->hidden);
     dpl_gemm_forward(ctx, mlp->hidden, &mlp->down_w, mlp->groups, y);
     dpl_ctx_phase(ctx, before);
@@ -25,8 +25,8 @@ void dpl_experts_backward(dpl_ctx *ctx, const dpl_mlp *mlp, dpl_mat dy, dpl_mat 
     const dpl_phase before = dpl_ctx_phase(ctx, gemm_phase(mlp));
     dpl_gemm_swiglu_backward(ctx, dy, out, mlp->groups, mlp->row_weight, mlp->gate_up, dgate_up,
                              drow_weight);
-    dpl_weight_grad(ctx, dy, mlp->hidden, mlp->groups, out);
-    dpl_weight_grad(ctx, dgate_up, mlp->x, mlp->groups, in);
+    dpl_weight_grad(ctx, dy, mlp->hidden, (dpl_row_map){0}, mlp->groups, out);
+    dpl_weight_grad(ctx, dgate_up, mlp->x, mlp->map, mlp->groups, in);
     dpl_gemm_dgrad(ctx, dgate_up, in, mlp->groups, dx, accumulate);
     dpl_ctx_release(ctx, mark);
     dpl_ctx_phase(ctx, before);

@@ -25,7 +25,6 @@ static void keep_mlp(dpl_ctx *ctx, dpl_moe_memory *memory, const dpl_moe_shape *
 static void keep_rows(dpl_ctx *ctx, dpl_moe_memory *memory, const dpl_moe_shape *shape,
                       dpl_moe_saved *s) {
     const size_t n_rows = s->ep.n_rows, shared_f = shape->shared_f;
-    s->experts.x = dpl_moe_mat(ctx, memory, n_rows, shape->d, shape->dtype);
     s->experts.row_weight = dpl_moe_keep(ctx, memory, n_rows * sizeof(float));
     keep_mlp(ctx, memory, shape, n_rows, shape->f, &s->experts);
     if (shared_f) keep_mlp(ctx, memory, shape, s->ep.n_tokens, shared_f, &s->shared);
@@ -59,7 +58,10 @@ dpl_status dpl_moe_forward_in(dpl_ctx *ctx, dpl_comm *comm, const dpl_moe_shape 
         return status;
     }
     const dpl_groups rows = {s.ep.n_local, s.ep.n_rows, s.ep.report->offsets};
+    // One rank has every token here: products read them where they lie, only weights are moved.
     s.experts = (dpl_mlp){.groups = rows, .gate_up_w = weights->gate_up, .down_w = weights->down};
+    s.experts.x = x;
+    s.experts.map = (dpl_row_map){s.ep.row_slot, s.ep.top_k};
     s.shared = (dpl_mlp){.groups = dpl_one_group(n_tokens), .x = x};
     s.shared.gate_up_w = weights->shared_gate_up;
     s.shared.down_w = weights->shared_down;
@@ -67,7 +69,7 @@ dpl_status dpl_moe_forward_in(dpl_ctx *ctx, dpl_comm *comm, const dpl_moe_shape 
     const size_t mark = dpl_ctx_mark(ctx);
     const dpl_mat out = dpl_moe_mat(ctx, NULL, s.ep.n_rows, d, shape->dtype);
     const dpl_mat sum = direct ? y : dpl_moe_mat(ctx, NULL, n_tokens, d, DPL_F32);
-    dpl_ep_dispatch(ctx, &s.ep, x, s.weights, d, s.experts.x, s.experts.row_weight);
+    dpl_ep_dispatch(ctx, &s.ep, x, s.weights, 0, (dpl_mat){0}, s.experts.row_weight);
     dpl_experts_forward(ctx, &s.experts, out);
     if (has_shared) dpl_experts_forward(ctx, &s.shared, sum);
     dpl_ctx_phase(ctx, DPL_PHASE_COMBINE);
@@ -89,13 +91,13 @@ void dpl_moe_backward(dpl_ctx *ctx, const dpl_moe_shape *shape, const dpl_moe_we
     float *dweights = dpl_ctx_alloc(ctx, n_slots * sizeof(float));
     const dpl_phase outside = dpl_ctx_phase(ctx, DPL_PHASE_COMBINE);
     dpl_ep_dispatch(ctx, &saved->ep, dy, NULL, d, drows, NULL);
-    dpl_experts_backward(ctx, &saved->experts, drows, drows, false, drow_weight);
+    dpl_mlp experts = saved->experts, shared = saved->shared;
+    experts.x = shared.x = x; // the caller may have moved it
+    dpl_experts_backward(ctx, &experts, drows, drows, false, drow_weight);
     dpl_ctx_phase(ctx, DPL_PHASE_DISPATCH);
     dpl_ep_combine(ctx, &saved->ep, drows, drow_weight, d, false, dx, dweights);
     dpl_ctx_phase(ctx, DPL_PHASE_ROUTER);
     dpl_router_backward(ctx, shape, weights, x, aux, saved, dweights, dx);
-    dpl_mlp shared = saved->shared;
-    shared.x = x; // the caller may have moved it
     if (shape->shared_f) dpl_experts_backward(ctx, &shared, dy, dx, true, NULL);
     dpl_ctx_phase(ctx, outside);
     dpl_ctx_release(ctx, mark);

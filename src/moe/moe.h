@@ -51,9 +51,10 @@ typedef struct dpl_ep {
 typedef struct dpl_mlp {
     dpl_groups groups;
     dpl_weight gate_up_w, down_w; // as in dpl_moe_weights
-    dpl_mat x;                    // (N, D)
-    float *row_weight;            // (N), NULL: 1
-    dpl_mat gate_up, hidden;      // (N, 2F'), (N, F) after SwiGLU and row weight: kept for backward
+    dpl_mat x;                    // (N, D), or with a map (T, D)
+    dpl_row_map map;
+    float *row_weight;       // (N), NULL: 1
+    dpl_mat gate_up, hidden; // (N, 2F'), (N, F) after SwiGLU and row weight: kept for backward
 } dpl_mlp;
 
 // Belongs to the caller: any number of calls may be between forward and backward.
@@ -95,7 +96,8 @@ dpl_status dpl_ep_prepare(dpl_ctx *ctx, dpl_comm *comm, const int32_t *ids, dpl_
                           double aux_out[2]);
 
 /* ---- dispatch.c, combine.c: each is the gradient of the other ---- */
-// rows (N, D) = those of their tokens; row_weight (N) = weights of their slots. NULL: not wanted.
+// rows (N, D) = those of their tokens, d 0: not wanted; row_weight (N) = weights of their slots,
+// NULL: not wanted.
 void dpl_ep_dispatch(dpl_ctx *ctx, const dpl_ep *ep, dpl_mat x, const float *weights, size_t d,
                      dpl_mat rows, float *row_weight);
 // y (T, D) = the sum of the K rows of a token in slot order, or += with accumulate (y F32).

@@ -31,7 +31,7 @@ void dpl_router_backward(dpl_ctx *ctx, const dpl_moe_shape *shape, const dpl_moe
     if (aux)
         dpl_aux_losses(ctx, rule, aux, saved->logits, saved->score, saved->ids, values, dlogits);
     const dpl_mat dl = dpl_mat_f32(dlogits, rule->n_experts);
-    dpl_weight_grad(ctx, dl, x, all, &weights->router);
+    dpl_weight_grad(ctx, dl, x, (dpl_row_map){0}, all, &weights->router);
     dpl_gemm_dgrad(ctx, dl, &weights->router, all, dx, true);
     dpl_ctx_release(ctx, mark);
 }
