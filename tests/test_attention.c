@@ -21,8 +21,13 @@
 
 typedef struct shape {
     size_t b, s, h, nope, rope, v;
-    int documents; // 0: no segments, 1: in order, then padding; 2: in any order
+    int documents;  // 0: no segments, 1: in order, then padding; 2: in any order
+    size_t sharing; // heads that share keys and values; 0: 1
 } shape;
+
+static size_t n_sharing(const shape *s) {
+    return s->sharing ? s->sharing : 1;
+}
 
 // The operands and results of one run. Matrices are surrounded and interleaved by NaN.
 enum { Q, KV, KR, DOUT, OUT, DQ, DKV, DKR, N_MATS };
@@ -68,9 +73,8 @@ static void problem_open_as(problem *p, shape s, dpl_dtype dtype, bool mixed) {
     *p = (problem){.s = s,
                    .dtype = mixed ? DPL_BF16 : dtype,
                    .scale = 1.25f / sqrtf((float)(s.nope + s.rope))};
-    const size_t width[N_MATS] = {
-        s.h * (s.nope + s.rope), s.h * (s.nope + s.v), s.rope, s.h * s.v, s.h * s.v,
-        s.h * (s.nope + s.rope), s.h * (s.nope + s.v), s.rope};
+    const size_t n_q = s.h * (s.nope + s.rope), n_kv = s.h / n_sharing(&s) * (s.nope + s.v);
+    const size_t width[N_MATS] = {n_q, n_kv, s.rope, s.h * s.v, s.h * s.v, n_q, n_kv, s.rope};
     for (int i = 0; i < N_MATS; i++) {
         p->width[i] = width[i];
         const dpl_dtype type = i == DKR ? DPL_F32 : mixed && i % 2 ? other : dtype;
@@ -101,8 +105,9 @@ static void problem_close(problem *p) {
 }
 
 static dpl_attention arguments(const problem *p) {
-    return (dpl_attention){p->s.b,   p->s.s,     p->s.h,  p->s.nope, p->s.rope, p->s.v,
-                           p->scale, p->segment, p->m[Q], p->m[KV],  p->m[KR]};
+    return (dpl_attention){p->s.b,    p->s.s,   p->s.h,   p->s.nope,
+                           p->s.rope, p->s.v,   p->scale, p->segment,
+                           p->m[Q],   p->m[KV], p->m[KR], p->s.sharing ? p->s.h / p->s.sharing : 0};
 }
 
 static void run(dpl_ctx *ctx, problem *p) {
@@ -146,13 +151,14 @@ static void judge(const problem *p, judged *j) {
     for (size_t r = 0; r < rows; r++)
         for (size_t h = 0; h < s->h; h++) {
             const size_t at = (r * s->h + h) * d, atv = (r * s->h + h) * s->v;
+            const size_t kv = h / n_sharing(s) * (s->nope + s->v);
             for (size_t c = 0; c < d; c++) {
                 j->q[at + c] = operand(p, Q, r, h * d + c);
-                j->k[at + c] = c < s->nope ? operand(p, KV, r, h * (s->nope + s->v) + c)
+                j->k[at + c] = c < s->nope ? operand(p, KV, r, kv + c)
                                            : operand(p, KR, r, c - s->nope);
             }
             for (size_t c = 0; c < s->v; c++) {
-                j->v[atv + c] = operand(p, KV, r, h * (s->nope + s->v) + s->nope + c);
+                j->v[atv + c] = operand(p, KV, r, kv + s->nope + c);
                 j->dout[atv + c] = operand(p, DOUT, r, h * s->v + c);
             }
         }
@@ -164,6 +170,12 @@ static void judge(const problem *p, judged *j) {
         for (size_t h = 0; h < s->h; h++)
             for (size_t c = 0; c < s->rope; c++)
                 j->dkr[r * s->rope + c] += j->dk[(r * s->h + h) * d + s->nope + c];
+    for (size_t head = 0; head < rows * s->h; head++) { // to the first of those that share
+        const size_t first = head - head % s->h % n_sharing(s);
+        for (size_t c = 0; head != first && c < d; c++) j->dk[first * d + c] += j->dk[head * d + c];
+        for (size_t c = 0; head != first && c < s->v; c++)
+            j->dv[first * s->v + c] += j->dv[head * s->v + c];
+    }
 }
 
 static void judged_close(judged *j) {
@@ -189,13 +201,14 @@ static void compare(const problem *p, const judged *j, const char *level) {
     for (size_t r = 0; r < rows; r++)
         for (size_t h = 0; h < s->h; h++) {
             const size_t at = (r * s->h + h) * d, atv = (r * s->h + h) * s->v,
-                         kv = h * (s->nope + s->v);
+                         kv = h / n_sharing(s) * (s->nope + s->v);
+            const bool first = h % n_sharing(s) == 0;
             for (size_t c = 0; c < d; c++) look(&w[DQ], get(p->m[DQ], r, h * d + c), j->dq[at + c]);
-            for (size_t c = 0; c < s->nope; c++)
+            for (size_t c = 0; first && c < s->nope; c++)
                 look(&w[DKV], get(p->m[DKV], r, kv + c), j->dk[at + c]);
             for (size_t c = 0; c < s->v; c++) {
                 look(&w[OUT], get(p->m[OUT], r, h * s->v + c), j->out[atv + c]);
-                look(&w[DKV], get(p->m[DKV], r, kv + s->nope + c), j->dv[atv + c]);
+                if (first) look(&w[DKV], get(p->m[DKV], r, kv + s->nope + c), j->dv[atv + c]);
             }
         }
     for (size_t r = 0; r < rows; r++)
@@ -276,11 +289,15 @@ static void test_oracle(void **state) {
     (void)state;
     print_message("seed %d\n", SEED);
     static const shape shapes[] = {
-        {1, 1, 1, 8, 4, 6, 0},        {2, 3, 1, 1, 1, 1, 0},      {2, 13, 2, 8, 4, 6, 0},
-        {1, 33, 3, 12, 4, 16, 0},     {2, 57, 2, 8, 4, 6, 1},     {3, 131, 1, 5, 2, 3, 2},
-        {2, 256, 2, 32, 16, 32, 0},   {2, 300, 2, 64, 32, 64, 1}, {1, 257, 1, 40, 24, 72, 2},
-        {2, 200, 1, 128, 64, 128, 2}, {1, 600, 1, 16, 8, 33, 1},  {1, 70, 1, 520, 30, 300, 0},
-        {2, 1100, 1, 8, 4, 6, 1},     {1, 1300, 1, 7, 4, 9, 2},
+        {1, 1, 1, 8, 4, 6, 0, 0},      {2, 3, 1, 1, 1, 1, 0, 0},
+        {2, 13, 2, 8, 4, 6, 0, 0},     {1, 33, 3, 12, 4, 16, 0, 0},
+        {2, 57, 2, 8, 4, 6, 1, 0},     {3, 131, 1, 5, 2, 3, 2, 0},
+        {2, 256, 2, 32, 16, 32, 0, 0}, {2, 300, 2, 64, 32, 64, 1, 0},
+        {1, 257, 1, 40, 24, 72, 2, 0}, {2, 200, 1, 128, 64, 128, 2, 0},
+        {1, 600, 1, 16, 8, 33, 1, 0},  {1, 70, 1, 520, 30, 300, 0, 0},
+        {2, 1100, 1, 8, 4, 6, 1, 0},   {1, 1300, 1, 7, 4, 9, 2, 0},
+        {2, 57, 4, 16, 0, 16, 1, 2},   {1, 300, 6, 64, 0, 64, 2, 3},
+        {1, 1100, 4, 8, 4, 6, 1, 4},
     };
     for (size_t i = 0; i < DPL_COUNT(shapes); i++) {
         check_shape(shapes[i], DPL_F32);
@@ -292,8 +309,8 @@ static void test_oracle(void **state) {
 
 static void test_long_sequence(void **state) {
     (void)state;
-    check_shape((shape){1, 4096, 1, 8, 4, 6, 0}, DPL_F32);
-    check_shape((shape){1, 4096, 1, 8, 4, 6, 1}, DPL_BF16);
+    check_shape((shape){1, 4096, 1, 8, 4, 6, 0, 0}, DPL_F32);
+    check_shape((shape){1, 4096, 1, 8, 4, 6, 1, 0}, DPL_BF16);
 }
 
 /* ---- finite differences ---- */
@@ -326,7 +343,7 @@ static void test_finite_differences(void **state) {
     dpl_ctx *ctx = open_ctx("ref", 1, false);
     for (int documents = 0; documents <= 2; documents += 2) {
         problem p;
-        problem_open(&p, (shape){2, 19, 2, 8, 4, 6, documents}, DPL_F32);
+        problem_open(&p, (shape){2, 19, 2, 8, 4, 6, documents, 0}, DPL_F32);
         run(ctx, &p);
         for (int i = Q; i <= KR; i++) {
             const double step = 1.0 / 256, slope = move(&p, i, step), up = loss(ctx, &p);
@@ -372,17 +389,17 @@ static void check_threads(const char *level, shape s, dpl_dtype dtype) {
 static void test_threads(void **state) {
     (void)state;
     for (size_t l = 0; l < DPL_COUNT(levels); l++) {
-        check_threads(levels[l], (shape){2, 650, 3, 8, 4, 6, 1}, DPL_F32);
-        check_threads(levels[l], (shape){2, 650, 3, 8, 4, 6, 1}, DPL_BF16);
+        check_threads(levels[l], (shape){2, 650, 3, 8, 4, 6, 1, 0}, DPL_F32);
+        check_threads(levels[l], (shape){2, 650, 3, 8, 4, 6, 1, 0}, DPL_BF16);
         // Several tasks add to a query's gradient, for as many heads at once as threads want.
-        check_threads(levels[l], (shape){1, 1100, 9, 3, 2, 4, 1}, DPL_F32);
+        check_threads(levels[l], (shape){1, 1100, 9, 3, 2, 4, 1, 0}, DPL_F32);
     }
 }
 
 static void test_deferred(void **state) {
     (void)state;
     problem plain, late;
-    const shape s = {2, 150, 2, 8, 4, 6, 2};
+    const shape s = {2, 150, 2, 8, 4, 6, 2, 0};
     problem_open(&plain, s, DPL_F32);
     problem_open(&late, s, DPL_F32);
     dpl_ctx *ctx = open_ctx("ref", 2, false);
@@ -408,8 +425,8 @@ static void test_deferred(void **state) {
 static void check_row_independence(dpl_ctx *ctx, dpl_dtype dtype) {
     const size_t whole = 1333, part = 1150, e = dpl_dtype_bytes(dtype);
     problem p, q;
-    problem_open(&p, (shape){1, whole, 2, 8, 4, 6, 0}, dtype);
-    problem_open(&q, (shape){1, part, 2, 8, 4, 6, 0}, dtype);
+    problem_open(&p, (shape){1, whole, 2, 8, 4, 6, 0, 0}, dtype);
+    problem_open(&q, (shape){1, part, 2, 8, 4, 6, 0, 0}, dtype);
     run(ctx, &p);
     run(ctx, &q);
     assert_memory_equal(p.m[OUT].p, q.m[OUT].p, part * p.m[OUT].ld * e);
@@ -420,7 +437,7 @@ static void check_row_independence(dpl_ctx *ctx, dpl_dtype dtype) {
 
 static void check_nan_in_padding(dpl_ctx *ctx, dpl_dtype dtype) {
     problem clean, dirty;
-    const shape s = {2, 170, 2, 8, 4, 6, 2};
+    const shape s = {2, 170, 2, 8, 4, 6, 2, 0};
     problem_open(&clean, s, dtype);
     problem_open(&dirty, s, dtype);
     for (size_t r = 0; r < s.b * s.s; r++)
@@ -437,7 +454,7 @@ static void check_nan_in_padding(dpl_ctx *ctx, dpl_dtype dtype) {
 static void check_nan_is_kept(dpl_ctx *ctx, dpl_dtype dtype) {
     for (int i = KV; i <= KR; i++) {
         problem p;
-        problem_open(&p, (shape){1, 300, 1, 8, 4, 6, 0}, dtype);
+        problem_open(&p, (shape){1, 300, 1, 8, 4, 6, 0, 0}, dtype);
         for (size_t r = 250; r < 300; r++) put(p.m[i], r, 0, NAN); // some of a block, then all
         run(ctx, &p);
         for (size_t r = 0; r < 300; r++) assert_true(isnan(get(p.m[OUT], r, 0)) == (r >= 250));
@@ -472,8 +489,8 @@ static void test_nan_is_kept(void **state) {
 
 static void test_nothing(void **state) {
     (void)state;
-    check_shape((shape){0, 5, 2, 8, 4, 6, 1}, DPL_F32);
-    check_shape((shape){2, 0, 2, 8, 4, 6, 1}, DPL_F32);
+    check_shape((shape){0, 5, 2, 8, 4, 6, 1, 0}, DPL_F32);
+    check_shape((shape){2, 0, 2, 8, 4, 6, 1, 0}, DPL_F32);
 }
 
 int main(void) {

@@ -54,8 +54,9 @@ typedef struct attn {
     dpl_attention a;
     dpl_mat out, dout, dq, dkv, dk_rope;
     float *lse;
-    float *rope_parts;               // backward: (B*H, S, d_rope), each head's share of dk_rope
-    float *dq_parts;                 // backward of several tasks a head: (tasks, n_group, S, ld_q)
+    float *rope_parts; // backward: (B*H, S, d_rope), each head's share of dk_rope
+    float *dq_parts;   // backward of several tasks a head: (tasks, n_group, S, ld_q)
+    float *kv_parts;   // backward of shared keys and values: (B*H, S, d_nope + d_v) of dkv
     const dpl_gemm_kernels *g, *f32; // of the operands' class; for what is fp32 always
     const dpl_row_kernels *r;
     size_t depth, ld_q;    // of a query: its size, and that as whole panels
@@ -542,12 +543,18 @@ static size_t lay_out(const attn *h, uint8_t *base, attn_work *w) {
     return n;
 }
 
+// Heads of queries that share one of keys and values.
+static size_t n_sharing(const dpl_attention *a) {
+    return a->n_kv_heads ? a->n_heads / a->n_kv_heads : 1;
+}
+
 // Where head i_head of the group is.
 static attn open_head(const attn *x, size_t i_head) {
     attn h = *x;
     i_head += x->head0;
     const size_t row0 = i_head / h.a.n_heads * h.a.n_seq, head = i_head % h.a.n_heads;
-    const size_t query = head * h.depth, key = head * (h.a.d_nope + h.a.d_v);
+    const size_t kv_cols = h.a.d_nope + h.a.d_v;
+    const size_t query = head * h.depth, key = head / n_sharing(&h.a) * kv_cols;
     h.a.q = dpl_mat_at(x->a.q, row0, query);
     h.a.kv = dpl_mat_at(x->a.kv, row0, key);
     h.a.k_rope = dpl_mat_at(x->a.k_rope, row0, 0);
@@ -556,6 +563,7 @@ static attn open_head(const attn *x, size_t i_head) {
         h.dout = dpl_mat_at(x->dout, row0, head * h.a.d_v);
         h.dq = dpl_mat_at(x->dq, row0, query);
         h.dkv = dpl_mat_at(x->dkv, row0, key);
+        if (h.kv_parts) h.dkv = dpl_mat_f32(h.kv_parts + i_head * h.a.n_seq * kv_cols, kv_cols);
         h.rope_parts += i_head * h.a.n_seq * h.a.d_rope;
     }
     if (h.a.segment) h.a.segment += row0;
@@ -621,6 +629,19 @@ static void sum_rope(const void *args, const dpl_part *part) {
     }
 }
 
+// dkv of a token: what the heads that share keys and values said, in order.
+static void sum_kv(const void *args, const dpl_part *part) {
+    const attn *x = args;
+    const size_t n_seq = x->a.n_seq, n_cols = x->a.d_nope + x->a.d_v, n = n_sharing(&x->a);
+    for (size_t row = part->first; row < part->end; row++)
+        for (size_t head = 0; head < x->a.n_heads; head += n) {
+            const size_t at = (row / n_seq * x->a.n_heads + head) * n_seq + row % n_seq;
+            float *sum = x->kv_parts + at * n_cols;
+            for (size_t i = 1; i < n; i++) part->k->add(sum, sum + i * n_seq * n_cols, sum, n_cols);
+            dpl_row_store(part->k, x->dkv, row, head / n * n_cols, sum, n_cols);
+        }
+}
+
 static void run(dpl_ctx *ctx, const void *args) {
     attn x = *(const attn *)args;
     const size_t n_heads = x.a.n_batch * x.a.n_heads, n_seq = x.a.n_seq;
@@ -633,6 +654,7 @@ static void run(dpl_ctx *ctx, const void *args) {
     }
     const size_t grain = dpl_row_grain((x.a.n_heads + 1) * x.a.d_rope * sizeof(float));
     if (x.dq.p) dpl_ctx_loop(ctx, (dpl_loop){sum_rope, x.a.n_batch * n_seq, grain}, &x);
+    if (x.kv_parts) dpl_ctx_loop(ctx, (dpl_loop){sum_kv, x.a.n_batch * n_seq, 4}, &x);
 }
 
 static void submit(dpl_ctx *ctx, attn x, const dpl_span outputs[3]) {
@@ -648,6 +670,9 @@ static void submit(dpl_ctx *ctx, attn x, const dpl_span outputs[3]) {
     x.work_bytes = lay_out(&x, NULL, &w);
     x.work = dpl_ctx_alloc(ctx, n_threads * x.work_bytes);
     if (x.dq.p) x.rope_parts = dpl_ctx_alloc(ctx, n_heads * x.a.n_seq * x.a.d_rope * sizeof(float));
+    if (x.dq.p && n_sharing(&x.a) > 1)
+        x.kv_parts = dpl_ctx_alloc(ctx,
+                                   n_heads * x.a.n_seq * (x.a.d_nope + x.a.d_v) * sizeof(float));
     if (x.dq.p && n_tasks > 1) {
         x.n_group = DPL_MIN(n_heads, dpl_div_up(TASKS * n_threads, n_tasks));
         x.dq_parts = dpl_ctx_alloc(ctx, n_tasks * x.n_group * x.a.n_seq * x.ld_q * sizeof(float));
@@ -665,9 +690,9 @@ void dpl_attention_forward(dpl_ctx *ctx, const dpl_attention *a, dpl_mat out, fl
 
 void dpl_attention_backward(dpl_ctx *ctx, const dpl_attention *a, dpl_mat out, const float *lse,
                             dpl_mat dout, dpl_mat dq, dpl_mat dkv, dpl_mat dk_rope) {
-    const size_t n_rows = a->n_batch * a->n_seq;
+    const size_t n_rows = a->n_batch * a->n_seq, n_kv = a->n_heads / n_sharing(a);
     const dpl_span outputs[3] = {dpl_row_span(dq, n_rows, a->n_heads * (a->d_nope + a->d_rope)),
-                                 dpl_row_span(dkv, n_rows, a->n_heads * (a->d_nope + a->d_v)),
+                                 dpl_row_span(dkv, n_rows, n_kv * (a->d_nope + a->d_v)),
                                  dpl_row_span(dk_rope, n_rows, a->d_rope)};
     attn x = {.a = *a, .out = out, .dout = dout, .dq = dq, .dkv = dkv, .dk_rope = dk_rope};
     x.lse = (float *)(uintptr_t)lse;

@@ -160,15 +160,17 @@ void dpl_xent(dpl_ctx *ctx, float *logits, size_t ld, const int32_t *targets, si
 
 /* ---- attention (attention.c) ------------------------------------------------------------------
  * Causal attention of B sequences of S rows. Keys have two parts, as MLA makes them: one per head
- * (d_nope) and a rotated one shared by all (d_rope). A query sees the keys of its segment that are
- * not later. Segment 0 is padding: such a query gives 0. */
+ * (d_nope) and a rotated one shared by all (d_rope, which may be 0). Heads of queries may share the
+ * keys and values of a head, as in grouped-query attention: H / HK in turn. A query sees the keys
+ * of its segment that are not later. Segment 0 is padding: such a query gives 0. */
 typedef struct dpl_attention {
     size_t n_batch, n_seq, n_heads, d_nope, d_rope, d_v;
     float scale;
     const int32_t *segment; // (B*S), NULL: all 1
     dpl_mat q;              // (B*S, H*(d_nope+d_rope)): of each head nope, then rope
-    dpl_mat kv;             // (B*S, H*(d_nope+d_v)): of each head key nope, then value
+    dpl_mat kv;             // (B*S, HK*(d_nope+d_v)): of each head key nope, then value
     dpl_mat k_rope;         // (B*S, d_rope)
+    size_t n_kv_heads;      // HK, which divides H; 0: H
 } dpl_attention;
 // out (B*S, H*d_v); lse (B*H*S) = logsumexp of the scaled scores, kept for backward.
 void dpl_attention_forward(dpl_ctx *ctx, const dpl_attention *a, dpl_mat out, float *lse);
