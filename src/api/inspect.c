@@ -16,7 +16,7 @@ typedef struct subject { // what is described
 
 void dpl_text_close(char **text) {
     if (!text) return;
-    dpl_free(*text);
+    free(*text); // of open_memstream
     *text = NULL;
 }
 
