@@ -66,6 +66,7 @@ typedef struct gemm_block {
     size_t part_a, part_b;        // bytes of a part
     float *c;                     // sums of one panel (m, 32), or of all if they have to wait
     uint8_t *gathered;            // with a map: rows of x
+    unsigned entered;             // what this thread was before products
 } gemm_block;
 
 /* ---- cutting into tasks ---------------------------------------------------------------------- */
@@ -437,19 +438,22 @@ static void panel_product(const gemm_block *b, size_t p, size_t l0) {
             if (l + depth == b->depth && a->op != WGRAD) fetch_end(b, p, first, m);
             tile_product(b, m, depth, packed_left(b, first, l, depth), right, c + first * DPL_PANEL,
                          add, fetch_ahead(b, p, l, depth, i));
-            if (l + depth == b->depth && a->swiglu.mat.p)
-                finish_swiglu(b, p, first, m, c + first * DPL_PANEL);
+            if (l + depth < b->depth || !a->swiglu.mat.p) continue;
+            // Not a product: subnormals are what they are.
+            if (b->g->leave) b->g->leave(b->entered);
+            finish_swiglu(b, p, first, m, c + first * DPL_PANEL);
+            if (b->g->enter) (void)b->g->enter();
         }
     }
     if (a->op != WGRAD && !a->swiglu.mat.p && (end == b->depth || in_out))
         b->g->put(b->m, n, c, out.dtype, out.p, out.ld);
 }
 
-static void block_product(const gemm_block *b) {
-    const unsigned entered = b->g->enter ? b->g->enter() : 0;
+static void block_product(gemm_block *b) {
+    b->entered = b->g->enter ? b->g->enter() : 0;
     for (size_t l0 = 0; l0 < b->depth; l0 += b->slice)
         for (size_t p = b->p0; p < b->p0 + b->n_panels; ++p) panel_product(b, p, l0);
-    if (b->g->leave) b->g->leave(entered);
+    if (b->g->leave) b->g->leave(b->entered);
 }
 
 static void lay_out(gemm_block *b, uint8_t *scratch) {
