@@ -35,13 +35,13 @@ static void *pack_left(kernel_test *t, const dpl_gemm_kernels *g, const operands
 // c (m, ldc) of the class's kernels, in tiles of at most its own height.
 static void multiply(kernel_test *t, const dpl_gemm_kernels *g, const operands *o, float *c,
                      size_t ldc, bool add, size_t height) {
-    const unsigned entered = g->enter ? g->enter() : 0;
+    const unsigned entered = dpl_gemm_enter(g);
     for (size_t row = 0; row < o->m; row += height) {
         const size_t m = DPL_MIN(height, o->m - row);
         g->tile(m, o->kc, pack_left(t, g, o, row, m), o->right, c + row * ldc, ldc, add,
                 (dpl_gemm_ahead){o->right, 64, 16, 4096, 1});
     }
-    if (g->leave) g->leave(entered);
+    dpl_gemm_leave(g, entered);
 }
 
 // Both levels sum kc products of (rounded) operands in fp32, so they differ by at most
@@ -94,10 +94,10 @@ static void check_tile(kernel_test *t, int class) {
     const void *right = memset(kernel_buffer(t, right_elems(g->kc) * g->right_bytes), 0,
                                right_elems(g->kc) * g->right_bytes);
     float *c = kernel_floats(t, g->mr * 32);
-    const unsigned entered = g->enter ? g->enter() : 0;
+    const unsigned entered = dpl_gemm_enter(g);
     KERNEL_BENCH(t, 2.0 * 32 * (double)(g->mr * g->kc), "FLOP",
                  g->tile(g->mr, g->kc, left, right, c, 32, false, no_ahead));
-    if (g->leave) g->leave(entered);
+    dpl_gemm_leave(g, entered);
 }
 
 static void check_tile_f32(kernel_test *t) {
@@ -136,7 +136,7 @@ static packing random_packing(kernel_test *t, int class, size_t i, bool rows, bo
 // right operand that is 1 at l and 0 elsewhere.
 static void check_left(kernel_test *t, int class, bool rows) {
     const dpl_gemm_kernels *g = &t->k->gemm[class], *ref = &t->ref->gemm[class];
-    const unsigned entered = g->enter ? g->enter() : 0;
+    const unsigned entered = dpl_gemm_enter(g);
     for (size_t round = 0; round < 24; ++round) {
         packing p = random_packing(t, class, round, rows, true);
         p.m = p.w = DPL_MIN(p.m, g->mr);
@@ -165,7 +165,7 @@ static void check_left(kernel_test *t, int class, bool rows) {
         kernel_near(t, "packed on the left", got, want, p.m * 32, 1e-37);
         kernel_done(t);
     }
-    if (g->leave) g->leave(entered);
+    dpl_gemm_leave(g, entered);
     t->aligned = true;
     const size_t m = g->mr, ld = rows ? g->kc : m;
     const float *src = kernel_random(t, g->kc * m);
@@ -269,9 +269,9 @@ static void check_peak(kernel_test *t) {
     for (size_t i = 0; i < 12; ++i) kernel_near(t, "fixed point", &sink[i], &(float){2}, 1, 1e-6);
     KERNEL_BENCH(t, g->peak(1000, sink), "FLOP", g->peak(1000, sink));
     g = &t->k->gemm[DPL_BF16];
-    const unsigned entered = g->enter ? g->enter() : 0;
+    const unsigned entered = dpl_gemm_enter(g);
     KERNEL_BENCH(t, g->peak(1000, sink), "FLOP", g->peak(1000, sink));
-    if (g->leave) g->leave(entered);
+    dpl_gemm_leave(g, entered);
 }
 
 const kernel_entry kernel_gemm_entries[] = {

@@ -215,7 +215,7 @@ static void check_to_bf16_pairs(kernel_test *t) {
         for (size_t i = 0; i < n; ++i) {
             const uint32_t any = (uint32_t)dpl_rng_u64(t->seed, 2, t->n_drawn++);
             if (i % 3) memcpy(x + i, &any, sizeof any);
-            want[i / 64 * 64 + i % 32 * 2 + i / 32 % 2] = dpl_f32_to_bf16(x[i]);
+            want[dpl_pair_index(i)] = dpl_f32_to_bf16(x[i]);
         }
         t->k->rows.to_bf16_pairs(x, y, n);
         kernel_same(t, "pairs", y, want, n * sizeof *y);

@@ -596,10 +596,10 @@ static void run_task(const void *args, const dpl_part *part) {
     }
     lay_out(&h, x->work + (size_t)part->i_thread * x->work_bytes, &w);
     h.r = part->k;
-    const unsigned entered = h.g->enter ? h.g->enter() : 0;
+    const unsigned entered = dpl_gemm_enter(h.g);
     if (h.dq.p) backward_task(&h, h.first, h.end);
     else forward_task(&h, h.first, h.end);
-    if (h.g->leave) h.g->leave(entered);
+    dpl_gemm_leave(h.g, entered);
 }
 
 // Adds up what each task of a head said about a query.

@@ -64,7 +64,8 @@ typedef struct gemm_block {
     size_t chunk, slice;          // of the contraction: of one product; as much as fits on the left
     uint8_t *packed_a, *packed_b; // [part]
     size_t part_a, part_b;        // bytes of a part
-    float *c;                     // sums of one panel (m, 32), or of all if they have to wait
+    float *c;                     // sums of the first panel (m, 32)
+    size_t c_panel;               // floats to those of the next: 0, it takes their place
     uint8_t *gathered;            // with a map: rows of x
     unsigned entered;             // what this thread was before products
 } gemm_block;
@@ -194,6 +195,11 @@ static uint8_t *packed_left(const gemm_block *b, size_t first, size_t l, size_t 
     return b->packed_a + (l % b->slice * b->m + first * rows) * b->g->left_bytes;
 }
 
+// Into L1. (Not inlined, gcc drops it: it has no effect.)
+INLINE void fetch_bytes(const void *p, size_t bytes) {
+    for (size_t at = 0; at < bytes; at += LINE) __builtin_prefetch((const uint8_t *)p + at, 0, 3);
+}
+
 // NULL: a row of zeros.
 static const uint8_t *mapped_row(const gemm_args *a, size_t row, size_t col) {
     const int32_t slot = a->map.slot[row];
@@ -207,7 +213,7 @@ static void gather_rows(const gemm_block *b, size_t row, size_t n_rows, size_t c
     for (size_t r = 0; r < n_rows; r++) {
         const uint8_t *from = next;
         next = r + 1 < n_rows ? mapped_row(b->a, row + r + 1, col) : NULL;
-        for (size_t at = 0; next && at < bytes; at += LINE) __builtin_prefetch(next + at, 0, 3);
+        if (next) fetch_bytes(next, bytes);
         if (from) memcpy(b->gathered + r * bytes, from, bytes);
         else memset(b->gathered + r * bytes, 0, bytes);
     }
@@ -231,12 +237,6 @@ static void pack_left(const gemm_block *b, size_t first, size_t m, size_t l, siz
         pack(load_of(x.dtype, part), m, depth, x.p, x.ld, m, to);
 }
 
-// Into L1, while what comes before is packed.
-static void fetch_piece(dpl_mat m, size_t n_rows) {
-    const size_t bytes = n_rows * DPL_PANEL * dpl_dtype_bytes(m.dtype);
-    for (size_t i = 0; i < bytes; i += LINE) __builtin_prefetch((const uint8_t *)m.p + i, 0, 3);
-}
-
 static void pack_right(const gemm_block *b, size_t p, size_t l0, size_t depth, size_t part) {
     const gemm_args *a = b->a;
     const size_t n = panel_cols(b, p);
@@ -250,8 +250,9 @@ static void pack_right(const gemm_block *b, size_t p, size_t l0, size_t depth, s
     }
     // 32 rows of each panel of n: the padding of the last one is there to be read.
     const dpl_gemm_packer pack = from.dtype == DPL_BF16 ? b->g->right_pairs : b->g->right_rows;
+    const size_t piece_bytes = n * DPL_PANEL * dpl_dtype_bytes(from.dtype);
     for (size_t l = 0; l < depth; l += DPL_PANEL, to += DPL_PANEL * DPL_PANEL * b->g->right_bytes) {
-        if (l + DPL_PANEL < depth) fetch_piece(right_at(b, p, l0 + l + DPL_PANEL), n);
+        if (l + DPL_PANEL < depth) fetch_bytes(right_at(b, p, l0 + l + DPL_PANEL).p, piece_bytes);
         pack(load, n, DPL_PANEL, right_at(b, p, l0 + l).p, DPL_PANEL, DPL_PANEL, to);
     }
 }
@@ -354,7 +355,7 @@ static dpl_gemm_ahead fetch_ahead(const gemm_block *b, size_t p, size_t l0, size
 }
 
 // Rows of what panel p ends with, which lie far apart, into L1 during the last product: the result,
-// or what SwiGLU's gradient reads. (Not inlined, gcc drops it: it has no effect.)
+// or what SwiGLU's gradient reads.
 INLINE void fetch_end(const gemm_block *b, size_t p, size_t first, size_t m) {
     const gemm_args *a = b->a;
     const size_t wide = a->op == DGRAD && a->swiglu.mat.p ? 2 : 1;
@@ -362,8 +363,7 @@ INLINE void fetch_end(const gemm_block *b, size_t p, size_t first, size_t m) {
     const dpl_mat far = dpl_mat_at(all, b->row + b->m0 + first, p * DPL_PANEL * wide);
     const size_t elem = dpl_dtype_bytes(far.dtype), bytes = panel_cols(b, p) * wide * elem;
     const uint8_t *row = far.p;
-    for (size_t i = 0; i < m; i++, row += far.ld * elem)
-        for (size_t at = 0; at < bytes; at += LINE) __builtin_prefetch(row + at, 0, 3);
+    for (size_t i = 0; i < m; i++, row += far.ld * elem) fetch_bytes(row, bytes);
 }
 
 /* ---- one block ------------------------------------------------------------------------------- */
@@ -379,13 +379,6 @@ static void tile_product(const gemm_block *b, size_t m, size_t depth, const uint
             add = true;
             ahead = fetch_nothing(b);
         }
-}
-
-// Where the sums of panel p are, and the place of its first column in the result.
-static float *panel_sums(const gemm_block *b, size_t p) {
-    const bool wait = sums_wait(b, b->m);
-    if (b->a->op == WGRAD) return dpl_mat_row(b->a->out, b->weight_row + p * b->k_rows + b->m0);
-    return b->c + (wait ? (p - b->p0) * b->m * DPL_PANEL : 0);
 }
 
 // The rows of SwiGLU that complete sums of panel p are for, from `first` of the block on: columns
@@ -426,7 +419,7 @@ static void panel_product(const gemm_block *b, size_t p, size_t l0) {
     const size_t end = DPL_MIN(l0 + b->slice, b->depth), n = panel_cols(b, p);
     const dpl_mat out = dpl_mat_at(a->out, b->row + b->m0, p * DPL_PANEL);
     const bool in_out = sums_in_out(a);
-    float *c = panel_sums(b, p);
+    float *c = b->c + (p - b->p0) * b->c_panel;
     bool add = l0 > 0 || a->accumulate;
     if (add && a->op != WGRAD && in_out) b->g->take(b->m, n, out.p, out.ld, c);
     for (size_t l = l0; l < end; l += b->chunk, add = true) {
@@ -440,9 +433,9 @@ static void panel_product(const gemm_block *b, size_t p, size_t l0) {
                          add, fetch_ahead(b, p, l, depth, i));
             if (l + depth < b->depth || !a->swiglu.mat.p) continue;
             // Not a product: subnormals are what they are.
-            if (b->g->leave) b->g->leave(b->entered);
+            dpl_gemm_leave(b->g, b->entered);
             finish_swiglu(b, p, first, m, c + first * DPL_PANEL);
-            if (b->g->enter) (void)b->g->enter();
+            (void)dpl_gemm_enter(b->g);
         }
     }
     if (a->op != WGRAD && !a->swiglu.mat.p && (end == b->depth || in_out))
@@ -450,10 +443,15 @@ static void panel_product(const gemm_block *b, size_t p, size_t l0) {
 }
 
 static void block_product(gemm_block *b) {
-    b->entered = b->g->enter ? b->g->enter() : 0;
+    b->entered = dpl_gemm_enter(b->g);
     for (size_t l0 = 0; l0 < b->depth; l0 += b->slice)
         for (size_t p = b->p0; p < b->p0 + b->n_panels; ++p) panel_product(b, p, l0);
-    if (b->g->leave) b->g->leave(b->entered);
+    dpl_gemm_leave(b->g, b->entered);
+}
+
+// Of the weight, from the block's first panel on.
+static float *gradient_of(const gemm_block *b) {
+    return dpl_mat_row(b->a->out, b->weight_row + b->p0 * b->k_rows + b->m0);
 }
 
 static void lay_out(gemm_block *b, uint8_t *scratch) {
@@ -465,9 +463,16 @@ static void lay_out(gemm_block *b, uint8_t *scratch) {
         b->m * DPL_MIN(b->slice, dpl_round_up(b->depth, b->chunk)) * g->left_bytes, LINE);
     b->packed_b = scratch;
     b->packed_a = b->packed_b + b->a->n_parts * b->part_b;
-    b->c = (float *)(void *)(b->packed_a + b->a->n_parts * b->part_a);
-    const size_t n_sums = b->a->op == WGRAD ? 0 : sums_wait(b, b->m) ? b->n_panels : 1;
-    b->gathered = (uint8_t *)(b->c + n_sums * b->m * DPL_PANEL);
+    uint8_t *rest = b->packed_a + b->a->n_parts * b->part_a;
+    if (b->a->op == WGRAD) {
+        b->c = gradient_of(b);
+        b->c_panel = b->k_rows * DPL_PANEL;
+        b->gathered = rest;
+    } else {
+        b->c = (float *)(void *)rest;
+        b->c_panel = sums_wait(b, b->m) ? b->m * DPL_PANEL : 0;
+        b->gathered = (uint8_t *)(b->c + DPL_MAX(b->n_panels * b->c_panel, b->m * DPL_PANEL));
+    }
 }
 
 static void run_task(const void *args, const dpl_part *part) {
@@ -482,7 +487,7 @@ static void run_task(const void *args, const dpl_part *part) {
     b.p0 = i_p * b.n_panels / cut.p_blocks;
     b.n_panels = (i_p + 1) * b.n_panels / cut.p_blocks - b.p0;
     if (b.n_rows == 0) {
-        memset(panel_sums(&b, b.p0), 0, b.n_panels * b.k_rows * DPL_PANEL * sizeof(float));
+        memset(gradient_of(&b), 0, b.n_panels * b.k_rows * DPL_PANEL * sizeof(float));
         return;
     }
     lay_out(&b, part->scratch);
@@ -545,65 +550,40 @@ static void submit_gemm(dpl_ctx *ctx, gemm_args a, dpl_dtype operand) {
     dpl_ctx_release(ctx, mark);
 }
 
-static dpl_mat weight_mat(const dpl_weight *w) {
-    return (dpl_mat){(void *)(uintptr_t)w->p, DPL_PANEL, w->dtype};
+// A product of `left` with a weight.
+static gemm_args with_weight(gemm_op op, dpl_mat left, const dpl_weight *w, dpl_groups groups,
+                             dpl_mat out) {
+    const dpl_mat right = {(void *)(uintptr_t)w->p, DPL_PANEL, w->dtype};
+    return (gemm_args){
+        .op = op, .left = left, .right = right, .out = out, .groups = groups, .n = w->n, .k = w->k};
 }
 
 void dpl_gemm_forward(dpl_ctx *ctx, dpl_mat x, const dpl_weight *w, dpl_groups groups, dpl_mat y) {
-    submit_gemm(ctx,
-                (gemm_args){.op = FORWARD,
-                            .left = x,
-                            .right = weight_mat(w),
-                            .out = y,
-                            .groups = groups,
-                            .n = w->n,
-                            .k = w->k},
-                w->dtype);
+    submit_gemm(ctx, with_weight(FORWARD, x, w, groups, y), w->dtype);
 }
 
 void dpl_gemm_dgrad(dpl_ctx *ctx, dpl_mat dy, const dpl_weight *w, dpl_groups groups, dpl_mat dx,
                     bool accumulate) {
-    submit_gemm(ctx,
-                (gemm_args){.op = DGRAD,
-                            .left = dy,
-                            .right = weight_mat(w),
-                            .out = dx,
-                            .groups = groups,
-                            .n = w->n,
-                            .k = w->k,
-                            .accumulate = accumulate},
-                w->dtype);
+    gemm_args a = with_weight(DGRAD, dy, w, groups, dx);
+    a.accumulate = accumulate;
+    submit_gemm(ctx, a, w->dtype);
 }
 
 void dpl_gemm_swiglu_forward(dpl_ctx *ctx, dpl_mat x, dpl_row_map map, const dpl_weight *w,
                              dpl_groups groups, const float *row_weight, dpl_mat gate_up, size_t f,
                              dpl_mat hidden) {
-    submit_gemm(ctx,
-                (gemm_args){.op = FORWARD,
-                            .left = x,
-                            .right = weight_mat(w),
-                            .out = gate_up,
-                            .swiglu = {.mat = hidden, .f = f, .row_weight = row_weight},
-                            .map = map,
-                            .groups = groups,
-                            .n = w->n,
-                            .k = w->k},
-                w->dtype);
+    gemm_args a = with_weight(FORWARD, x, w, groups, gate_up);
+    a.swiglu = (gemm_swiglu){hidden, f, row_weight, NULL, NULL};
+    a.map = map;
+    submit_gemm(ctx, a, w->dtype);
 }
 
 void dpl_gemm_swiglu_backward(dpl_ctx *ctx, dpl_mat dy, const dpl_weight *w, dpl_groups groups,
                               const float *row_weight, dpl_mat gate_up, dpl_mat dgate_up,
                               float *drow_weight) {
-    submit_gemm(ctx,
-                (gemm_args){.op = DGRAD,
-                            .left = dy,
-                            .right = weight_mat(w),
-                            .out = dgate_up,
-                            .swiglu = {gate_up, w->k, row_weight, NULL, drow_weight},
-                            .groups = groups,
-                            .n = w->n,
-                            .k = w->k},
-                w->dtype);
+    gemm_args a = with_weight(DGRAD, dy, w, groups, dgate_up);
+    a.swiglu = (gemm_swiglu){gate_up, w->k, row_weight, NULL, drow_weight};
+    submit_gemm(ctx, a, w->dtype);
 }
 
 void dpl_gemm_wgrad(dpl_ctx *ctx, dpl_mat dy, dpl_mat x, dpl_row_map map, dpl_groups groups,

@@ -21,14 +21,14 @@ void dpl_cpu_kernels(dpl_cpu_level level, dpl_kernels *k_out) {
 // Seconds of a few whole tiles whose operands are in cache.
 static double time_tile(const dpl_gemm_kernels *g, const void *left, const void *right, float *c) {
     double best = 1e9;
-    const unsigned entered = g->enter ? g->enter() : 0;
+    const unsigned entered = dpl_gemm_enter(g);
     for (int i = 0; i < CHOICE_ROUNDS; i++) {
         const double start = dpl_now();
         for (int call = 0; call < CHOICE_CALLS; call++)
             g->tile(g->mr, g->kc, left, right, c, 32, true, (dpl_gemm_ahead){right, 0, 1, 0, 0});
         best = DPL_MIN(best, (dpl_now() - start) / (double)g->mr / (double)g->kc);
     }
-    if (g->leave) g->leave(entered);
+    dpl_gemm_leave(g, entered);
     return best;
 }
 

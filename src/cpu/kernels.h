@@ -71,6 +71,13 @@ typedef struct dpl_gemm_kernels {
     double (*peak)(size_t n_rounds, float *sink);
 } dpl_gemm_kernels;
 
+INLINE unsigned dpl_gemm_enter(const dpl_gemm_kernels *g) {
+    return g->enter ? g->enter() : 0;
+}
+INLINE void dpl_gemm_leave(const dpl_gemm_kernels *g, unsigned entered) {
+    if (g->leave) g->leave(entered);
+}
+
 /* ---- rows: fp32 loops over a row or a chunk -------------------------------------------------- */
 // Every kernel takes any n, 0 included, and any alignment. An output may be the same array as an
 // input, never shifted against it. Reductions add in 16 (fp64: 8) lanes of fixed meaning, combined

@@ -17,10 +17,10 @@ static void peak_task(const void *p, const dpl_part *part) {
     double *best = &args->best[part->i_thread];
     float sink[34];
     for (size_t i = 0; i < DPL_COUNT(sink); i++) sink[i] = 0.5f;
-    const unsigned entered = g->enter ? g->enter() : 0;
+    const unsigned entered = dpl_gemm_enter(g);
     const double start = dpl_now(), done = g->peak(ROUNDS, sink);
     *best = DPL_MAX(*best, done / (dpl_now() - start));
-    if (g->leave) g->leave(entered);
+    dpl_gemm_leave(g, entered);
 }
 
 double dpl_measure_peak(dpl_ctx *ctx, dpl_dtype dtype) {
