@@ -18,8 +18,11 @@ typedef uint32_t vec_u32 __attribute__((vector_size(sizeof(vec))));
 // How the operands lie: both fp32; left fp32, right pairs of bf16; both pairs.
 typedef enum tile_kind { TILE_F32, TILE_PAIRS, TILE_DOT } tile_kind;
 
+// Few rows of narrow registers are twice as wide: else too few chains would be under way.
+#define WIDE(m) (4 * V == 32 && (m) <= MR / 2)
+
 // Accumulators have names, not an index: clang keeps an array of them in memory.
-#define ZERO(i) vec acc0_##i = {0}, acc1_##i = {0};
+#define ZERO(i) vec acc0_##i = {0}, acc1_##i = {0}, acc2_##i = {0}, acc3_##i = {0};
 #define PREFETCH(i)                                                 \
     if (i < m) {                                                    \
         _mm_prefetch((const char *)(c + i * ldc), _MM_HINT_T0);     \
@@ -30,29 +33,36 @@ typedef enum tile_kind { TILE_F32, TILE_PAIRS, TILE_DOT } tile_kind;
     _mm_prefetch(fetch + beside, _MM_HINT_T1); \
     fetch += --left ? step : jump;             \
     left = left ? left : run;
-#define STEP(i)                                    \
-    if (i < m) {                                   \
-        const vec ai = OP(set1_ps)(a[i]);          \
-        acc0_##i = OP(fmadd_ps)(ai, b0, acc0_##i); \
-        acc1_##i = OP(fmadd_ps)(ai, b1, acc1_##i); \
+// The line of the other half of a narrow tile: the hardware does not follow every second line.
+#define FETCH_OTHER \
+    if (4 * V == 32 && !WIDE(m) && first) _mm_prefetch((const char *)(b + 2 * V), _MM_HINT_T0);
+#define STEP(i)                                                 \
+    if (i < m) {                                                \
+        const vec ai = OP(set1_ps)(a[i]);                       \
+        acc0_##i = OP(fmadd_ps)(ai, b0, acc0_##i);              \
+        acc1_##i = OP(fmadd_ps)(ai, b1, acc1_##i);              \
+        if (WIDE(m)) acc2_##i = OP(fmadd_ps)(ai, b2, acc2_##i); \
+        if (WIDE(m)) acc3_##i = OP(fmadd_ps)(ai, b3, acc3_##i); \
     }
-#define STORE(i)                              \
-    if (i < m) {                              \
-        float *ci = c + i * ldc;              \
-        if (add) {                            \
-            acc0_##i += OP(loadu_ps)(ci);     \
-            acc1_##i += OP(loadu_ps)(ci + V); \
-        }                                     \
-        OP(storeu_ps)(ci, acc0_##i);          \
-        OP(storeu_ps)(ci + V, acc1_##i);      \
+#define STORE_AT(i, at, acc)                        \
+    if (add) acc += OP(loadu_ps)(c + i * ldc + at); \
+    OP(storeu_ps)(c + i * ldc + at, acc);
+#define STORE(i)                         \
+    if (i < m) {                         \
+        STORE_AT(i, 0, acc0_##i)         \
+        STORE_AT(i, V, acc1_##i)         \
+        if (WIDE(m)) {                   \
+            STORE_AT(i, 2 * V, acc2_##i) \
+            STORE_AT(i, 3 * V, acc3_##i) \
+        }                                \
     }
 #ifndef DOT // the pairs of a[i] times those of b0 and b1, at a level that can
 #define DOT(i)
 #endif
 
-// 2 * V columns of a tile. A load of V floats from b is V columns of pairs as well.
-INLINE void tile_rows(tile_kind kind, size_t m, size_t kc, const float *a, const float *b, float *c,
-                      size_t ldc, bool add, dpl_gemm_ahead ahead) {
+// 2 * V columns of a tile, or 4 * V. A load of V floats from b is V columns of pairs as well.
+INLINE void tile_rows(tile_kind kind, bool first, size_t m, size_t kc, const float *a,
+                      const float *b, float *c, size_t ldc, bool add, dpl_gemm_ahead ahead) {
     const char *fetch = ahead.p;
     // Two lines at a time at most: what is more than that would keep the loads waiting.
     const size_t more = ahead.each > 1, beside = more * ahead.step;
@@ -64,7 +74,10 @@ INLINE void tile_rows(tile_kind kind, size_t m, size_t kc, const float *a, const
     if (kind != TILE_PAIRS) {
         for (size_t l = 0; l < kc; l += kind == TILE_DOT ? 2 : 1, a += m, b += 32) {
             FETCH
+            FETCH_OTHER
             const vec b0 = OP(loadu_ps)(b), b1 = OP(loadu_ps)(b + V);
+            const vec b2 = WIDE(m) ? OP(loadu_ps)(b + 2 * V) : b0;
+            const vec b3 = WIDE(m) ? OP(loadu_ps)(b + 3 * V) : b0;
             if (kind == TILE_DOT) {
                 EACH(DOT)
             } else {
@@ -74,11 +87,16 @@ INLINE void tile_rows(tile_kind kind, size_t m, size_t kc, const float *a, const
     } else {
         for (size_t l = 0; l < kc; l += 2, a += m, b += 32) {
             FETCH
+            FETCH_OTHER
             const vec_u32 w0 = (vec_u32)OP(loadu_ps)(b), w1 = (vec_u32)OP(loadu_ps)(b + V);
+            const vec_u32 w2 = WIDE(m) ? (vec_u32)OP(loadu_ps)(b + 2 * V) : w0;
+            const vec_u32 w3 = WIDE(m) ? (vec_u32)OP(loadu_ps)(b + 3 * V) : w0;
             vec b0 = (vec)(w0 & HIGH), b1 = (vec)(w1 & HIGH);
+            vec b2 = (vec)(w2 & HIGH), b3 = (vec)(w3 & HIGH);
             a += m;
             EACH(STEP)
             b0 = (vec)(w0 << 16), b1 = (vec)(w1 << 16);
+            b2 = (vec)(w2 << 16), b3 = (vec)(w3 << 16);
             a -= m;
             EACH(STEP)
             a += m;
@@ -88,14 +106,14 @@ INLINE void tile_rows(tile_kind kind, size_t m, size_t kc, const float *a, const
 }
 
 // Each row count has its own copy, so that few rows cost few instructions.
-#define ROWS(i)                                                       \
-    case i + 1:                                                       \
-        tile_rows(kind, i + 1, kc, a, b + j, c + j, ldc, add, ahead); \
+#define ROWS(i)                                                               \
+    case i + 1:                                                               \
+        tile_rows(kind, j == 0, i + 1, kc, a, b + j, c + j, ldc, add, ahead); \
         break;
 
 INLINE void tile(tile_kind kind, size_t m, size_t kc, const float *a, const float *b, float *c,
                  size_t ldc, bool add, dpl_gemm_ahead ahead) {
-    for (size_t j = 0; j < 32; j += 2 * V) {
+    for (size_t j = 0; j < 32; j += WIDE(m) ? 4 * V : 2 * V) {
         switch (m) { EACH(ROWS) }
     }
 }
