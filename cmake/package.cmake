@@ -1,4 +1,5 @@
-# The Debian package: program, libraries, header, licence. Dependencies come from dpkg-shlibdeps.
+# The Debian packages: dropless with program, libraries, header, licence; and one for each MPI's module.
+# Dependencies come from dpkg-shlibdeps.
 set(CPACK_GENERATOR DEB)
 set(CPACK_PACKAGE_NAME dropless)
 set(CPACK_PACKAGE_VENDOR dropless)
@@ -13,4 +14,13 @@ set(CPACK_DEBIAN_PACKAGE_SECTION science)
 set(CPACK_DEBIAN_PACKAGE_SHLIBDEPS ON)
 set(CPACK_DEBIAN_PACKAGE_GENERATE_SHLIBS ON)
 set(CPACK_DEBIAN_PACKAGE_SUGGESTS "libjansson-dev, libyaml-dev")
+set(CPACK_DEB_COMPONENT_INSTALL ON)
+set(CPACK_COMPONENTS_ALL Unspecified ${mpi_modules})
+set(CPACK_DEBIAN_UNSPECIFIED_PACKAGE_NAME dropless)
+foreach(mpi ${mpi_modules})
+    string(TOUPPER ${mpi} component)
+    set(CPACK_DEBIAN_${component}_PACKAGE_NAME dropless-${mpi})
+    set(CPACK_DEBIAN_${component}_PACKAGE_DEPENDS "dropless (= ${PROJECT_VERSION})")
+    set(CPACK_COMPONENT_${component}_DESCRIPTION "The module of dropless for ${mpi}")
+endforeach()
 include(CPack)

@@ -2,7 +2,8 @@
  * dropless.h - dropless mixture-of-experts training, public API.
  *
  * Read from top to bottom: the sections follow a token through one step.
- *   1 status   2 context   3 operators of one layer   4 configuration   5 model   6 training
+ *   1 status   2 context and ranks   3 operators of one layer   4 configuration   5 model
+ *   6 training
  *
  * These hold for every function unless its own text says otherwise.
  *   - It returns DPL_OK (0) or a negative dpl_status; dpl_error_message() then says what, where and
@@ -64,7 +65,7 @@ DPL_API const char *dpl_status_text(dpl_status status);
 /** What this thread's last failing call found, until its next one fails. Never NULL; first "". */
 DPL_API const char *dpl_error_message(void);
 
-/* ---- 2 context ----------------------------------------------------------------------------- */
+/* ---- 2 context and ranks ------------------------------------------------------------------- */
 /** Threads, kernels of this CPU, and the memory of a step. */
 typedef struct dpl_ctx dpl_ctx;
 /** Open a context; it must outlive everything opened with it. n_threads counts the caller, to 4096;
@@ -85,6 +86,34 @@ DPL_API dpl_status dpl_ctx_set_precision(dpl_ctx *ctx, const char *matmul_precis
  * "amx" or (for tests, by DPL_CPU alone) "tiles", "" for NULL. */
 DPL_API int dpl_ctx_threads(const dpl_ctx *ctx);
 DPL_API const char *dpl_ctx_cpu_level(const dpl_ctx *ctx);
+
+/** The ranks that compute together, each with a context of its own: threads of one process, or
+ * processes. A rank is 0 to R - 1. */
+typedef struct dpl_comm dpl_comm;
+
+/** Open the communicators of n_ranks threads of this process; comms_out[r] is for the thread that
+ * is rank r, which closes it too. All ranks end with their own dpl_comm_close(). n_ranks: 1 to
+ * 65536. Cost: creates no thread. */
+DPL_API dpl_status dpl_comm_open_threads(int n_ranks, dpl_comm **comms_out);
+
+/** Open the communicator of the processes that mpirun, mpiexec or srun started together, this one
+ * among them. Once in a process. MPI is started unless the program has done so. Which MPI, the
+ * launcher's environment says, or that of DPL_MPI: "openmpi" or "mpich".
+ * @return DPL_EINVAL no launcher started this process; DPL_ENOSUP the module of that MPI is not
+ *         installed; DPL_ECOMM. Collective. */
+DPL_API dpl_status dpl_comm_open_mpi(dpl_comm **comm_out);
+
+/** Close a communicator, after everything that was opened with it. A rank that closes while others
+ * wait for it is missed by them as a dead one is: after the time-out. */
+DPL_API void dpl_comm_close(dpl_comm **comm);
+
+/** This rank, 0 for NULL; the number of ranks, 1 for NULL. */
+DPL_API int dpl_comm_rank(const dpl_comm *comm);
+DPL_API int dpl_comm_ranks(const dpl_comm *comm);
+
+/** Give up, with DPL_ECOMM, when nothing has come from any rank for so many seconds (first: 300)
+ * while this one waits. All ranks then fail, with a message that names the silent one. */
+DPL_API void dpl_comm_set_timeout(dpl_comm *comm, double seconds);
 
 /* ---- 3 operators of one layer -------------------------------------------------------------- */
 /** Element type of tokens, and of the weights in compute. */
@@ -170,6 +199,68 @@ DPL_API dpl_status dpl_router_route_backward(dpl_ctx *ctx, const dpl_route_rule 
 DPL_API dpl_status dpl_moe_permute(dpl_ctx *ctx, const int32_t *ids, size_t n_tokens, size_t top_k,
                                    size_t n_experts, int64_t *offsets_out, int32_t *slot_row_out,
                                    int32_t *row_slot_out);
+
+/** Tokens to the ranks of their experts and back, for any matrix of tokens: what a layer does. The
+ * group is of all ranks of a communicator; rank r has n_local[r] of the experts, after those of the
+ * ranks before it. All functions but close and get are collective, and an error of one rank is
+ * returned by all, with its number. Deterministic: a token gets the bits that one rank would give
+ * it, however experts, tokens and ranks are split, and whatever the transport. */
+typedef struct dpl_ep_group dpl_ep_group;
+typedef struct dpl_ep_config {
+    size_t d, n_experts, top_k; /* width of a token; experts of all ranks; of a token */
+    dpl_dtype dtype;            /* of tokens and rows */
+    const size_t *n_local; /* (R), any split, their sum is n_experts; NULL: as equal as can be */
+    bool no_shared_memory; /* send messages to ranks of this machine, too */
+} dpl_ep_config;
+
+/** Open a group; comm, and ctx, of which each rank has its own, must outlive it. comm NULL: one
+ * rank. Cost: reserves addresses, four times what memory there is; memory only as rows come. */
+DPL_API dpl_status dpl_ep_group_open(dpl_ctx *ctx, dpl_comm *comm, const dpl_ep_config *config,
+                                     dpl_ep_group **group_out);
+DPL_API void dpl_ep_group_close(dpl_ep_group **group);
+
+/** Where the tokens of one call go. Any number may be open, and be closed in any order. */
+typedef struct dpl_ep_handle dpl_ep_handle;
+
+/** Exchange how many rows go where, and take memory for those that arrive here: exactly N, at any
+ * load. A row is a token for one of its experts.
+ * @param ids      (T, K): experts of each token, distinct; -1 skips the slot. T may differ from
+ *                 rank to rank and be 0; T * K and N are at most 2^31 - 1.
+ * @return DPL_EINVAL names the token. Cost: twice N * D elements of memory until closed; pages of a
+ *         spike are given back eight calls later. */
+DPL_API dpl_status dpl_ep_prepare(dpl_ep_group *group, const int32_t *ids, size_t n_tokens,
+                                  dpl_ep_handle **handle_out);
+DPL_API void dpl_ep_handle_close(dpl_ep_handle **handle);
+
+/** The rows of a handle, which owns all of it: sorted by local expert, then rank, then token. */
+typedef struct dpl_ep_rows {
+    size_t n_rows, n_local; /* N; EL */
+    const int64_t
+        *offsets;       /* (EL + 1): rows of the e-th expert of this rank, as in a grouped GEMM */
+    void *rows;         /* (N, D): by dpl_ep_dispatch() */
+    float *row_weights; /* (N): by dpl_ep_dispatch() */
+    void *results;      /* (N, D): for what goes back; by dpl_ep_combine_backward(): drows */
+    float *result_weights; /* (N): for drow_weights */
+} dpl_ep_rows;
+DPL_API dpl_status dpl_ep_get_rows(const dpl_ep_handle *handle, dpl_ep_rows *rows_out);
+
+/** Forward: rows = x of their tokens; then y = sum of a token's rows, in slot order, with one
+ * rounding. Backward: drows = dy of their tokens; then dx (in fp32) = sum of a token's drows.
+ * @param x, dy         (T, D), `ld` elements from row to row (0: D).
+ * @param weights       (T, K), go along as row_weights. NULL: not wanted.
+ * @param rows, drows   (N, D). Those of the handle (`rows` or `results`) are read where they are,
+ *                      others are copied to `results` first.
+ * @param drow_weights  (N), come back as dweights_out (T, K), 0 for skipped slots. NULL: neither.
+ * Cost: each row is copied once, there and back; between hosts a token crosses once for all its
+ * experts there, and each row crosses on its way back. */
+DPL_API dpl_status dpl_ep_dispatch(dpl_ep_handle *handle, const void *x, size_t ld_x,
+                                   const float *weights);
+DPL_API dpl_status dpl_ep_combine(dpl_ep_handle *handle, const void *rows, void *y_out,
+                                  size_t ld_y);
+DPL_API dpl_status dpl_ep_combine_backward(dpl_ep_handle *handle, const void *dy, size_t ld_dy);
+DPL_API dpl_status dpl_ep_dispatch_backward(dpl_ep_handle *handle, const void *drows,
+                                            const float *drow_weights, float *dx_out, size_t ld_dx,
+                                            float *dweights_out);
 
 /** One MoE layer: router, SwiGLU experts, shared expert if wanted; their weights and gradients. */
 typedef struct dpl_layer dpl_layer;

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Names what is missing to build, test or package dropless, and installs it with apt-get (as root
 # or through sudo). It looks for the tools and headers themselves, so that nothing is installed,
-# and no network is used, on a machine that has them. Usage: scripts/deps.sh [build] [test] [package]
+# and no network is used, on a machine that has them.
+# Usage: scripts/deps.sh [build] [test] [package] [mpi]
 set -euo pipefail
 
 has_program() { command -v "$1" > /dev/null 2>&1; }
@@ -44,12 +45,18 @@ for group in "${groups[@]}"; do
         need g++ has_program c++
         need pkg-config has_program pkg-config
         ;;
+    mpi)
+        need libopenmpi-dev has_program mpicc.openmpi
+        need openmpi-bin has_program mpirun.openmpi
+        need libmpich-dev has_program mpicc.mpich
+        need mpich has_program mpiexec.mpich
+        ;;
     package)
         need dpkg-dev has_program dpkg-shlibdeps
         need file has_program file
         ;;
     *)
-        echo "deps.sh: unknown group '$group', expected build, test or package" >&2
+        echo "deps.sh: unknown group '$group', expected build, test, package or mpi" >&2
         exit 2
         ;;
     esac

@@ -103,7 +103,7 @@ void lab_open(const lab_rule *rule, lab *l) {
     const size_t n_x = rule->t * d, element = dpl_dtype_bytes(rule->dtype);
     *l = (lab){.rule = *rule};
     l->shape = (dpl_moe_shape){d, f, sf, rule->rule, rule->dtype};
-    if (dpl_comm_open("self", NULL, &l->comm) != DPL_OK) abort();
+    if (dpl_ep_ranks_open(NULL, NULL, n_e, NULL, 0, &l->ranks) != DPL_OK) abort();
     const size_t n[LAB_N] = {n_e * d, n_e * f * d, n_e * f * d, n_e * d * f,
                              sf * d,  sf * d,      d * sf};
     for (int id = 0; id < LAB_N; id++) {
@@ -136,7 +136,7 @@ void lab_open(const lab_rule *rule, lab *l) {
 
 void lab_close(lab *l) {
     if (l->routing.logits) oracle_routing_close(&l->routing);
-    dpl_comm_close(&l->comm);
+    dpl_ep_ranks_close(&l->ranks);
     for (int id = 0; id < LAB_N; id++) {
         dpl_free(l->value[id]);
         dpl_free(l->expected[id]);
@@ -176,8 +176,8 @@ dpl_status lab_forward(lab *l, dpl_ctx *ctx) {
     const size_t d = l->rule.d;
     const dpl_mat x = {l->x_in, d, l->rule.dtype}, y = {l->y, d, l->rule.dtype};
     memset(l->y, 0xff, l->rule.t * d * dpl_dtype_bytes(l->rule.dtype));
-    const dpl_status status = dpl_moe_forward_in(ctx, l->comm, &l->shape, &l->weights, x, l->rule.t,
-                                                 l->segment, l->aux, NULL, &l->saved, y);
+    const dpl_status status = dpl_moe_forward_in(ctx, &l->ranks, &l->shape, &l->weights, x,
+                                                 l->rule.t, l->segment, l->aux, NULL, &l->saved, y);
     dpl_ctx_wait(ctx);
     return status;
 }
@@ -186,7 +186,9 @@ void lab_backward(lab *l, dpl_ctx *ctx) {
     const size_t d = l->rule.d;
     const dpl_mat x = {l->x_in, d, l->rule.dtype}, dy = {l->dy_in, d, l->rule.dtype};
     memset(l->dx, 0xff, l->rule.t * d * sizeof(float));
-    dpl_moe_backward(ctx, &l->shape, &l->weights, x, l->aux, &l->saved, dy, dpl_mat_f32(l->dx, d));
+    if (dpl_moe_backward(ctx, &l->shape, &l->weights, x, l->aux, &l->saved, dy,
+                         dpl_mat_f32(l->dx, d)) != DPL_OK)
+        abort();
     dpl_ctx_wait(ctx);
 }
 
@@ -314,10 +316,12 @@ double lab_error_dx(const lab *l) {
 }
 
 dpl_ctx *lab_ctx(int n_threads, bool deferred, const char *level) {
+    dpl_ctx *ctx = NULL;
+    if (!level) // leaves the environment alone: ranks may be threads
+        return dpl_ctx_create(n_threads, deferred, (size_t)1 << 30, &ctx) == DPL_OK ? ctx : NULL;
     const char *set = getenv("DPL_CPU");
     char *before = set ? dpl_strdup(set) : NULL;
-    if (level) setenv("DPL_CPU", level, 1);
-    dpl_ctx *ctx = NULL;
+    setenv("DPL_CPU", level, 1);
     const dpl_status status = dpl_ctx_create(n_threads, deferred, (size_t)1 << 30, &ctx);
     if (before) setenv("DPL_CPU", before, 1);
     else unsetenv("DPL_CPU");

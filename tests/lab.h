@@ -30,7 +30,7 @@ typedef enum lab_id { // row-major tensors
 typedef struct lab {
     lab_rule rule;
     dpl_moe_shape shape;
-    dpl_comm *comm;
+    dpl_ep_ranks ranks;
     float *value[LAB_N];     // row-major; call lab_pack() after changing one
     double *expected[LAB_N]; // gradients
     size_t n[LAB_N];

@@ -4,139 +4,338 @@
 #include <stddef.h>
 #include <cmocka.h>
 
-#include "comm/comm.h"
+#include <stdio.h>
+#include <stdlib.h>
+#include <unistd.h>
 
-static const char *const transports[] = {"self"};
+#include "ranks.h"
 
-static void each_transport(void (*check)(dpl_comm *comm)) {
-    for (size_t i = 0; i < DPL_COUNT(transports); i++) {
-        dpl_comm *comm = NULL;
-        assert_int_equal(dpl_comm_open(transports[i], NULL, &comm), DPL_OK);
-        check(comm);
-        dpl_comm_close(&comm);
-        assert_null(comm);
-        dpl_comm_close(&comm); // NULL is fine
+#define R_MAX 8
+
+static uint8_t byte_of(int from, int to, size_t i) {
+    return (uint8_t)(31 * from + 7 * to + (int)i + 1);
+}
+
+// How many bytes a rank sends to another: some send nothing to some.
+static size_t bytes_of(int from, int to, int round) {
+    return (size_t)((from * 5 + to * 3 + round) % 7) * 9;
+}
+
+typedef struct exchange {
+    uint8_t send[R_MAX * 64], receive[R_MAX * 64];
+    size_t at[R_MAX], to[R_MAX], n_send[R_MAX], n_receive[R_MAX];
+    dpl_ticket ticket;
+} exchange;
+
+static void start_exchange(dpl_comm *comm, int round, exchange *e) {
+    size_t from = 3, to = 5; // the bytes around and between blocks stay as they are
+    memset(e->receive, 0xee, sizeof e->receive);
+    for (int r = 0; r < comm->n_ranks; r++) {
+        e->n_send[r] = bytes_of(comm->rank, r, round);
+        e->n_receive[r] = bytes_of(r, comm->rank, round);
+        e->at[r] = from, from += e->n_send[r];
+        e->to[r] = to, to += e->n_receive[r] + 1;
+        for (size_t i = 0; i < e->n_send[r]; i++)
+            e->send[e->at[r] + i] = byte_of(comm->rank, r, i + (size_t)round);
+    }
+    const dpl_blocks send = {e->send, e->at, e->n_send};
+    const dpl_blocks receive = {e->receive, e->to, e->n_receive};
+    assert_int_equal(dpl_comm_exchange(comm, send, receive, &e->ticket), DPL_OK);
+}
+
+static void check_exchange(dpl_comm *comm, int round, exchange *e) {
+    assert_int_equal(dpl_comm_wait(comm, e->ticket), DPL_OK);
+    for (int r = 0; r < comm->n_ranks; r++) {
+        for (size_t i = 0; i < e->n_receive[r]; i++) {
+            assert_int_equal(e->receive[e->to[r] + i], byte_of(r, comm->rank, i + (size_t)round));
+            e->receive[e->to[r] + i] = 0xee;
+        }
+    }
+    for (size_t i = 0; i < sizeof e->receive; i++) assert_int_equal(e->receive[i], 0xee);
+}
+
+static void exchange_in_turn(dpl_comm *comm, void *arg) {
+    (void)arg;
+    for (int round = 0; round < 30; round++) {
+        exchange e;
+        start_exchange(comm, round, &e);
+        check_exchange(comm, round, &e);
     }
 }
 
-static void check_all_to_all(dpl_comm *comm) {
-    // Blocks of different places and sizes; the bytes around them stay as they are.
-    uint8_t send[64], receive[64];
-    for (size_t i = 0; i < sizeof send; i++) send[i] = (uint8_t)(100 * comm->rank + (int)i);
-    for (size_t bytes = 0; bytes <= 40; bytes += 8) {
-        memset(receive, 0xee, sizeof receive);
-        const size_t from = 3, to = 11;
-        dpl_ticket ticket;
-        assert_int_equal(comm->ops->all_to_all(comm, (dpl_blocks){send, &from, &bytes},
-                                               (dpl_blocks){receive, &to, &bytes}, &ticket),
-                         DPL_OK);
-        assert_int_equal(comm->ops->wait(comm, ticket), DPL_OK);
-        for (size_t i = 0; i < sizeof receive; i++)
-            assert_int_equal(receive[i], i >= to && i < to + bytes ? send[from + i - to] : 0xee);
+static void blocks_arrive_at_their_places(void **state) {
+    (void)state;
+    ranks_run_all(exchange_in_turn, NULL);
+}
+
+// More than a communicator has under way at a time, waited for in another order.
+static void exchange_at_once(dpl_comm *comm, void *arg) {
+    (void)arg;
+    enum { N = 12 };
+    static const int order[N] = {3, 0, 11, 1, 2, 7, 10, 4, 5, 6, 9, 8};
+    exchange *e = calloc(N, sizeof *e);
+    for (int i = 0; i < N; i++) start_exchange(comm, i, &e[i]);
+    for (int i = 0; i < N; i++) check_exchange(comm, order[i], &e[order[i]]);
+    free(e);
+}
+
+static void many_may_be_under_way(void **state) {
+    (void)state;
+    ranks_run_all(exchange_at_once, NULL);
+}
+
+static void exchange_much(dpl_comm *comm, void *arg) {
+    (void)arg;
+    const size_t R = (size_t)comm->n_ranks, me = (size_t)comm->rank, n = (size_t)3 << 19;
+    uint32_t *send = malloc(R * n * 4), *receive = malloc(R * n * 4);
+    size_t at[R_MAX], bytes[R_MAX];
+    for (size_t r = 0; r < R; r++) at[r] = r * n * 4, bytes[r] = n * 4;
+    for (size_t i = 0; i < R * n; i++) send[i] = (uint32_t)(me * R * n + i);
+    dpl_ticket ticket;
+    const dpl_blocks from = {send, at, bytes}, to = {receive, at, bytes};
+    assert_int_equal(dpl_comm_exchange(comm, from, to, &ticket), DPL_OK);
+    assert_int_equal(dpl_comm_wait(comm, ticket), DPL_OK);
+    for (size_t r = 0; r < R; r++)
+        for (size_t i = 0; i < n; i++)
+            if (receive[r * n + i] != r * R * n + me * n + i) fail_msg("rank %zu, word %zu", r, i);
+    free(send);
+    free(receive);
+}
+
+static void megabytes_arrive(void **state) {
+    (void)state;
+    ranks_run_all(exchange_much, NULL);
+}
+
+static void gather(dpl_comm *comm, void *arg) {
+    (void)arg;
+    for (int round = 0; round < 50; round++) {
+        const uint8_t mine[3] = {7, (uint8_t)round, (uint8_t)comm->rank};
+        uint8_t all[3 * R_MAX + 1];
+        memset(all, 0xee, sizeof all);
+        assert_int_equal(dpl_comm_gather_now(comm, mine, sizeof mine, all), DPL_OK);
+        for (int r = 0; r < comm->n_ranks; r++) {
+            assert_memory_equal(all + 3 * r, mine, 2);
+            assert_int_equal(all[3 * r + 2], r);
+        }
+        assert_int_equal(all[3 * comm->n_ranks], 0xee);
     }
-}
-
-static void a_block_arrives_at_its_place(void **state) {
-    (void)state;
-    each_transport(check_all_to_all);
-}
-
-static void check_sizes(dpl_comm *comm) {
-    uint8_t send[8] = {0}, receive[8] = {0};
-    const size_t offset = 0, sent = 8, expected = 4;
-    dpl_ticket ticket;
-    assert_int_equal(comm->ops->all_to_all(comm, (dpl_blocks){send, &offset, &sent},
-                                           (dpl_blocks){receive, &offset, &expected}, &ticket),
-                     DPL_EINVAL);
-    assert_non_null(strstr(dpl_error_message(), "8 bytes sent, 4 expected"));
-}
-
-static void a_block_of_another_size_is_an_error(void **state) {
-    (void)state;
-    each_transport(check_sizes);
-}
-
-static void check_all_gather(dpl_comm *comm) {
-    const uint8_t mine[3] = {7, 8, (uint8_t)comm->rank};
-    uint8_t all[sizeof mine + 1] = {0, 0, 0, 0xee};
-    dpl_ticket ticket;
-    assert_int_equal(comm->ops->all_gather(comm, mine, sizeof mine, all, &ticket), DPL_OK);
-    assert_int_equal(comm->ops->wait(comm, ticket), DPL_OK);
-    assert_memory_equal(all + 3 * comm->rank, mine, sizeof mine);
-    assert_int_equal(all[3 * comm->n_ranks], 0xee);
+    assert_int_equal(dpl_comm_barrier(comm), DPL_OK);
 }
 
 static void every_rank_gets_all_contributions(void **state) {
     (void)state;
-    each_transport(check_all_gather);
+    ranks_run_all(gather, NULL);
 }
 
-static void check_agree(dpl_comm *comm) {
-    assert_int_equal(dpl_comm_agree(comm, DPL_OK), DPL_OK);
-    const dpl_status mine = dpl_fail(DPL_ENUMERIC, "token 7 is not finite");
-    assert_int_equal(dpl_comm_agree(comm, mine), DPL_ENUMERIC);
-    assert_non_null(strstr(dpl_error_message(), "token 7 is not finite"));
+// A gather is over only when all have come to it.
+static void meet(dpl_comm *comm, void *arg) {
+    atomic_int *n_here = arg;
+    if (strcmp(dpl_comm_name(comm), "mpi") == 0) return; // no memory in common
+    usleep((useconds_t)comm->rank * 3000);
+    atomic_fetch_add(n_here, 1);
+    assert_int_equal(dpl_comm_barrier(comm), DPL_OK);
+    assert_int_equal(atomic_load(n_here) % comm->n_ranks, 0);
+    assert_int_equal(dpl_comm_barrier(comm), DPL_OK);
+    if (comm->rank == 0) atomic_store(n_here, 0);
+    assert_int_equal(dpl_comm_barrier(comm), DPL_OK);
+}
+
+static void a_barrier_holds_all(void **state) {
+    (void)state;
+    atomic_int n_here = 0;
+    ranks_run_all(meet, &n_here);
+}
+
+// Rows and columns of ranks, and exchanges in both at once and in the parent.
+static void split(dpl_comm *comm, void *arg) {
+    (void)arg;
+    dpl_comm *pair, *parity, *none = comm;
+    assert_int_equal(dpl_comm_split(comm, comm->rank / 2, &pair), DPL_OK);
+    assert_int_equal(dpl_comm_split(comm, comm->rank % 2, &parity), DPL_OK);
+    assert_int_equal(dpl_comm_split(comm, -1, &none), DPL_OK);
+    assert_null(none);
+    assert_int_equal(pair->rank, comm->rank % 2);
+    assert_int_equal(pair->n_ranks, DPL_MIN(2, comm->n_ranks - comm->rank / 2 * 2));
+    assert_int_equal(parity->rank, comm->rank / 2);
+    exchange a, b, c;
+    for (int round = 0; round < 5; round++) {
+        start_exchange(pair, round, &a);
+        start_exchange(comm, round, &b);
+        start_exchange(parity, round, &c);
+        check_exchange(parity, round, &c);
+        check_exchange(comm, round, &b);
+        check_exchange(pair, round, &a);
+    }
+    int32_t mine = comm->members[comm->rank], all[R_MAX];
+    assert_int_equal(dpl_comm_gather_now(parity, &mine, sizeof mine, all), DPL_OK);
+    for (int r = 0; r < parity->n_ranks; r++) assert_int_equal(all[r], parity->members[r]);
+    dpl_comm_close(&pair);
+    dpl_comm_close(&parity);
+}
+
+static void communicators_split(void **state) {
+    (void)state;
+    ranks_run_all(split, NULL);
+}
+
+static void agree(dpl_comm *comm, void *arg) {
+    (void)arg;
+    char expected[64];
+    for (int bad = 0; bad < comm->n_ranks; bad++) {
+        assert_int_equal(dpl_comm_agree(comm, DPL_OK), DPL_OK);
+        dpl_status mine = DPL_OK;
+        if (comm->rank >= bad) mine = dpl_fail(DPL_ENUMERIC, "token %d is not finite", comm->rank);
+        assert_int_equal(dpl_comm_agree(comm, mine), DPL_ENUMERIC);
+        const char *form = comm->n_ranks > 1 ? "rank %d: token %d is not finite" : "token %d%.0d";
+        snprintf(expected, sizeof expected, form, bad, comm->n_ranks > 1 ? bad : 0);
+        assert_non_null(strstr(dpl_error_message(), expected));
+    }
 }
 
 static void every_rank_gets_the_same_error(void **state) {
     (void)state;
-    each_transport(check_agree);
+    ranks_run_all(agree, NULL);
 }
 
-static void ignore(void *arg, const char *line) {
+// One rank aborts while the others are in an exchange or come to it later.
+static void abort_one(dpl_comm *comm, void *arg) {
     (void)arg;
-    (void)line;
-}
-
-static void check_abort(dpl_comm *comm) {
-    dpl_log_sink(ignore, NULL);
-    comm->ops->abort(comm, DPL_EIO, "disk is gone");
-    dpl_log_sink(NULL, NULL);
+    uint8_t all[R_MAX];
+    const int bad = comm->n_ranks - 1;
+    if (comm->rank == bad) dpl_comm_abort(comm, DPL_EIO, "disk is gone");
+    else if (comm->rank % 2) usleep(2000);
+    const uint8_t mine = 1;
+    dpl_status status = DPL_OK;
+    while (status == DPL_OK) status = dpl_comm_gather_now(comm, &mine, 1, all);
+    char expected[64];
+    snprintf(expected, sizeof expected, "rank %d: disk is gone", bad);
+    assert_int_equal(status, DPL_ECOMM);
+    assert_string_equal(dpl_error_message(), expected);
     assert_int_equal(dpl_comm_agree(comm, DPL_OK), DPL_ECOMM);
-    assert_int_equal(comm->ops->wait(comm, (dpl_ticket){0}), DPL_ECOMM);
+    assert_int_equal(dpl_comm_wait(comm, (dpl_ticket){0}), DPL_ECOMM);
 }
 
-static void after_abort_every_call_fails(void **state) {
+static void after_an_abort_every_call_fails(void **state) {
     (void)state;
-    each_transport(check_abort);
+    if (dpl_comm_launcher()) skip(); // it is the end of all of MPI's ranks
+    ranks_run_all(abort_one, NULL);
 }
 
-static void check_no_memory(dpl_comm *comm) {
-    dpl_log_sink(ignore, NULL);
+// Who stays away is named, by all who wait for it.
+static void stay_away(dpl_comm *comm, void *arg) {
+    (void)arg;
+    const int away = comm->n_ranks / 2;
+    if (comm->n_ranks == 1) return;
+    dpl_comm_set_timeout(comm, 0.2);
+    if (comm->rank == away) usleep(500000);
+    char expected[64];
+    snprintf(expected, sizeof expected, "rank %d has not been heard of for 0.2 s", away);
+    assert_int_equal(dpl_comm_barrier(comm), DPL_ECOMM);
+    assert_non_null(strstr(dpl_error_message(), expected));
+}
+
+static void a_silent_rank_is_named(void **state) {
+    (void)state;
+    if (dpl_comm_launcher()) skip();
+    ranks_run_all(stay_away, NULL);
+}
+
+static void disagree_on_sizes(dpl_comm *comm, void *arg) {
+    (void)arg;
+    uint8_t send[R_MAX * 8] = {0}, receive[R_MAX * 8];
+    size_t at[R_MAX], sent[R_MAX], expected[R_MAX];
+    for (size_t r = 0; r < R_MAX; r++) {
+        at[r] = 8 * r;
+        sent[r] = 8;
+        expected[r] = comm->n_ranks == 1 || (int)r != comm->rank ? 4 : 8;
+    }
+    dpl_ticket ticket;
+    dpl_status status = dpl_comm_exchange(comm, (dpl_blocks){send, at, sent},
+                                          (dpl_blocks){receive, at, expected}, &ticket);
+    if (status == DPL_OK) status = dpl_comm_wait(comm, ticket);
+    assert_int_not_equal(status, DPL_OK);
+    assert_non_null(strstr(dpl_error_message(), "8 bytes"));
+}
+
+static void blocks_of_another_size_are_an_error(void **state) {
+    (void)state;
+    if (dpl_comm_launcher()) skip();
+    ranks_run_all(disagree_on_sizes, NULL);
+}
+
+static void run_out_of_memory(dpl_comm *comm, void *arg) {
+    (void)arg;
     dpl_fault_alloc(1);
     assert_int_equal(dpl_comm_agree(comm, DPL_OK), DPL_ENOMEM);
     dpl_fault_alloc(0);
     // Peers would have waited for this rank: the communicator is aborted, not left half way.
     assert_int_equal(dpl_comm_agree(comm, DPL_OK), DPL_ECOMM);
-    dpl_log_sink(NULL, NULL);
 }
 
 static void no_memory_aborts_instead_of_hanging(void **state) {
     (void)state;
-    each_transport(check_no_memory);
+    if (dpl_comm_launcher()) skip();
+    ranks_run("self", 1, run_out_of_memory, NULL);
+    ranks_run("threads", 1, run_out_of_memory, NULL);
 }
 
-static void opening_names_what_is_built_in(void **state) {
+static void opening_fails_whole(void **state) {
     (void)state;
-    dpl_comm *comm = NULL;
-    assert_int_equal(dpl_comm_open("carrier pigeon", NULL, &comm), DPL_EINVAL);
-    assert_non_null(strstr(dpl_error_message(), "self"));
-    assert_int_equal(dpl_comm_open("self", "ranks=2", &comm), DPL_EINVAL);
-    dpl_fault_alloc(1);
-    assert_int_equal(dpl_comm_open("self", NULL, &comm), DPL_ENOMEM);
+    dpl_comm *comms[3];
+    assert_int_equal(dpl_comm_open_threads(0, comms), DPL_EINVAL);
+    assert_int_equal(dpl_comm_open_threads(2, NULL), DPL_EINVAL);
+    size_t nth = 0;
+    dpl_status status;
+    do { // each allocation fails once
+        dpl_fault_alloc(++nth);
+        status = dpl_comm_open_threads(3, comms);
+    } while (status == DPL_ENOMEM);
     dpl_fault_alloc(0);
-    assert_null(comm);
+    assert_int_equal(status, DPL_OK);
+    assert_true(nth > 6);
+    for (int r = 0; r < 3; r++) {
+        assert_int_equal(dpl_comm_rank(comms[r]), r);
+        assert_int_equal(dpl_comm_ranks(comms[r]), 3);
+        dpl_comm_close(&comms[r]);
+        assert_null(comms[r]);
+    }
+    dpl_comm_close(&comms[0]); // NULL is fine
+    assert_true(dpl_comm_rank(NULL) == 0 && dpl_comm_ranks(NULL) == 1);
 }
 
-int main(void) {
+// As a process of MPI, for test_mpi.sh: the last rank gives up, or falls silent.
+static int fail_as_a_process(bool silent) {
+    dpl_comm *comm;
+    if (dpl_comm_open_mpi(&comm) != DPL_OK) return 2;
+    const bool last = comm->rank == comm->n_ranks - 1;
+    dpl_comm_set_timeout(comm, 1);
+    if (last && silent) pause();
+    if (last) dpl_comm_abort(comm, DPL_EIO, "disk is gone");
+    dpl_status status;
+    do status = dpl_comm_barrier(comm);
+    while (status == DPL_OK);
+    printf("rank %d: %s\n", comm->rank, dpl_error_message());
+    fflush(stdout);
+    dpl_comm_close(&comm);
+    return status == DPL_ECOMM ? 3 : 2;
+}
+
+int main(int argc, char **argv) {
+    if (argc > 1) return fail_as_a_process(strcmp(argv[1], "silent") == 0);
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(a_block_arrives_at_its_place),
-        cmocka_unit_test(a_block_of_another_size_is_an_error),
+        cmocka_unit_test(blocks_arrive_at_their_places),
+        cmocka_unit_test(many_may_be_under_way),
+        cmocka_unit_test(megabytes_arrive),
         cmocka_unit_test(every_rank_gets_all_contributions),
+        cmocka_unit_test(a_barrier_holds_all),
+        cmocka_unit_test(communicators_split),
         cmocka_unit_test(every_rank_gets_the_same_error),
-        cmocka_unit_test(after_abort_every_call_fails),
+        cmocka_unit_test(after_an_abort_every_call_fails),
+        cmocka_unit_test(a_silent_rank_is_named),
+        cmocka_unit_test(blocks_of_another_size_are_an_error),
         cmocka_unit_test(no_memory_aborts_instead_of_hanging),
-        cmocka_unit_test(opening_names_what_is_built_in),
+        cmocka_unit_test(opening_fails_whole),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -434,12 +434,12 @@ static void equal_tokens_choose_alike(void **state) {
  */
 
 // What a caller with ids of its own does.
-static dpl_status prepare(dpl_comm *comm, const dpl_moe_shape *shape, const int32_t *given,
-                          size_t n_tokens, dpl_ep *ep) {
-    DPL_TRY(dpl_ep_check(comm, shape, n_tokens));
+static dpl_status prepare(const dpl_ep_ranks *ranks, const dpl_moe_shape *shape,
+                          const int32_t *given, size_t n_tokens, dpl_ep *ep) {
+    DPL_TRY(dpl_ep_check_slots(n_tokens, shape->rule.top_k));
     DPL_TRY(dpl_ep_check_ids(given, n_tokens, shape->rule.top_k, shape->rule.n_experts));
-    *ep = dpl_ep_alloc(ctx, NULL, shape, n_tokens);
-    return dpl_ep_prepare(ctx, comm, given, ep, NULL);
+    *ep = dpl_ep_alloc(ctx, NULL, ranks, shape->rule.top_k, n_tokens);
+    return dpl_moe_prepare(ctx, given, DPL_OK, ep, NULL);
 }
 
 // An id twice in a token, or outside of -1 .. E-1, is an error that names the token.
@@ -455,8 +455,8 @@ static void ids_of_a_caller_are_checked(void **state) {
                  {{INT32_MAX, 0, 0, 1}, "token 0"},
                  {{-1, -1, -1, -1}, NULL}};
     const dpl_moe_shape shape = {.d = 4, .f = 4, .rule = lab_sigmoid(4, 2)};
-    dpl_comm *comm;
-    assert_int_equal(dpl_comm_open("self", NULL, &comm), DPL_OK);
+    dpl_ep_ranks ranks = {0};
+    assert_int_equal(dpl_ep_ranks_open(ctx, NULL, shape.rule.n_experts, NULL, 0, &ranks), DPL_OK);
     for (size_t i = 0; i < DPL_COUNT(cases); i++) {
         int64_t offsets[5];
         int32_t slot_row[4], row_slot[4];
@@ -465,10 +465,10 @@ static void ids_of_a_caller_are_checked(void **state) {
         assert_int_equal(dpl_moe_permute(ctx, cases[i].ids, 2, 2, 4, offsets, slot_row, row_slot),
                          expected);
         if (cases[i].text) assert_non_null(strstr(dpl_error_message(), cases[i].text));
-        assert_int_equal(prepare(comm, &shape, cases[i].ids, 2, &ep), expected);
+        assert_int_equal(prepare(&ranks, &shape, cases[i].ids, 2, &ep), expected);
         if (cases[i].text) assert_non_null(strstr(dpl_error_message(), cases[i].text));
     }
-    dpl_comm_close(&comm);
+    dpl_ep_ranks_close(&ranks);
 }
 
 // Skipped slots shift nothing, there and back.
@@ -482,28 +482,36 @@ static void skipped_slots_shift_no_rows(void **state) {
                          slot[] = {0, 7, 5, 6, 4}; // by expert, then token
     static const float copies[] = {1, 0, 2, 2};    // of each token
     const dpl_moe_shape shape = {.d = D, .f = 4, .rule = lab_sigmoid(4, K)};
-    dpl_comm *comm;
+    dpl_ep_ranks ranks = {0};
     dpl_ep ep;
-    assert_int_equal(dpl_comm_open("self", NULL, &comm), DPL_OK);
-    assert_int_equal(prepare(comm, &shape, given, T, &ep), DPL_OK);
+    assert_int_equal(dpl_ep_ranks_open(ctx, NULL, shape.rule.n_experts, NULL, 0, &ranks), DPL_OK);
+    assert_int_equal(prepare(&ranks, &shape, given, T, &ep), DPL_OK);
     assert_int_equal(ep.n_rows, 5);
     assert_true(ep.counts[0] == 2 && ep.counts[1] == 1 && ep.counts[2] == 1 && ep.counts[3] == 1);
     float rows[5 * D], row_w[5], y[T * D], dw[T * K];
     memset(y, 0xff, sizeof y);
     memset(dw, 0xff, sizeof dw);
-    dpl_ep_dispatch(ctx, &ep, dpl_mat_f32(x, D), w, D, dpl_mat_f32(rows, D), row_w);
+    assert_int_equal(
+        dpl_moe_dispatch(ctx, &ep, DPL_OK, dpl_mat_f32(x, D), w, D, dpl_mat_f32(rows, D), row_w),
+        DPL_OK);
     for (size_t r = 0; r < 5; r++) {
         assert_memory_equal(rows + r * D, x + source[r] * D, sizeof(float) * D);
         assert_true(row_w[r] == w[slot[r]]);
     }
-    dpl_ep_combine(ctx, &ep, dpl_mat_f32(rows, D), NULL, D, false, dpl_mat_f32(y, D), NULL);
+    assert_int_equal(
+        dpl_moe_combine(ctx, &ep, dpl_mat_f32(rows, D), NULL, D, false, dpl_mat_f32(y, D), NULL),
+        DPL_OK);
     for (size_t i = 0; i < T * D; i++) assert_true(y[i] == copies[i / D] * x[i]);
-    dpl_ep_combine(ctx, &ep, dpl_mat_f32(rows, D), NULL, D, true, dpl_mat_f32(y, D), NULL);
+    assert_int_equal(
+        dpl_moe_combine(ctx, &ep, dpl_mat_f32(rows, D), NULL, D, true, dpl_mat_f32(y, D), NULL),
+        DPL_OK);
     for (size_t i = 0; i < T * D; i++) assert_true(y[i] == 2 * copies[i / D] * x[i]);
-    dpl_ep_combine(ctx, &ep, dpl_mat_f32(rows, D), row_w, D, false, dpl_mat_f32(y, D), dw);
+    assert_int_equal(
+        dpl_moe_combine(ctx, &ep, dpl_mat_f32(rows, D), row_w, D, false, dpl_mat_f32(y, D), dw),
+        DPL_OK);
     for (size_t i = 0; i < T * K; i++) assert_true(dw[i] == (given[i] < 0 ? 0 : w[i]));
     for (size_t i = 0; i < T * D; i++) assert_true(y[i] == copies[i / D] * x[i]);
-    dpl_comm_close(&comm);
+    dpl_ep_ranks_close(&ranks);
 }
 
 // The sum over a token's experts is in fp32 and rounded once.
@@ -513,14 +521,15 @@ static void combine_rounds_once(void **state) {
     static const int32_t given[] = {0, 1, 2, 3, 4, 5, 6, 7};
     uint16_t rows[8], y = 0;
     for (size_t i = 0; i < 8; i++) rows[i] = dpl_f32_to_bf16(i ? 0x1p-9f : 1.0f);
-    dpl_comm *comm;
+    dpl_ep_ranks ranks = {0};
     dpl_ep ep;
-    assert_int_equal(dpl_comm_open("self", NULL, &comm), DPL_OK);
-    assert_int_equal(prepare(comm, &shape, given, 1, &ep), DPL_OK);
-    dpl_ep_combine(ctx, &ep, (dpl_mat){rows, 1, DPL_BF16}, NULL, 1, false,
-                   (dpl_mat){&y, 1, DPL_BF16}, NULL);
+    assert_int_equal(dpl_ep_ranks_open(ctx, NULL, shape.rule.n_experts, NULL, 0, &ranks), DPL_OK);
+    assert_int_equal(prepare(&ranks, &shape, given, 1, &ep), DPL_OK);
+    assert_int_equal(dpl_moe_combine(ctx, &ep, (dpl_mat){rows, 1, DPL_BF16}, NULL, 1, false,
+                                     (dpl_mat){&y, 1, DPL_BF16}, NULL),
+                     DPL_OK);
     assert_true(dpl_bf16_to_f32(y) == 1.015625f);
-    dpl_comm_close(&comm);
+    dpl_ep_ranks_close(&ranks);
 }
 
 // Without routed experts the layer is its shared expert, bit for bit, whatever the scale.
@@ -741,8 +750,11 @@ static void strided_gradients_are_read_only(void **state) {
         for (int again = 0; again < 2; again++) {
             lab_zero_grads(&l);
             memset(l.dx, 0xff, rule.t * rule.d * sizeof *l.dx);
-            dpl_moe_backward(ctx, &l.shape, &l.weights, (dpl_mat){l.x_in, rule.d, rule.dtype}, NULL,
-                             &l.saved, (dpl_mat){wide, ld, rule.dtype}, dpl_mat_f32(l.dx, rule.d));
+            assert_int_equal(dpl_moe_backward(ctx, &l.shape, &l.weights,
+                                              (dpl_mat){l.x_in, rule.d, rule.dtype}, NULL, &l.saved,
+                                              (dpl_mat){wide, ld, rule.dtype},
+                                              dpl_mat_f32(l.dx, rule.d)),
+                             DPL_OK);
             assert_true(lab_hash(&l) == dense);
             assert_memory_equal(wide, before, bytes);
         }
@@ -843,13 +855,15 @@ static void gradients_of_weights_may_be_absent(void **state) {
     static const int32_t given[T * K] = {0, 3, 3, 1};
     const dpl_moe_shape shape = {.d = D, .f = 4, .rule = lab_sigmoid(4, K)};
     float drows[T * K * D], dx[T * D];
-    dpl_comm *comm;
+    dpl_ep_ranks ranks = {0};
     dpl_ep ep;
-    assert_int_equal(dpl_comm_open("self", NULL, &comm), DPL_OK);
-    assert_int_equal(prepare(comm, &shape, given, T, &ep), DPL_OK);
+    assert_int_equal(dpl_ep_ranks_open(ctx, NULL, shape.rule.n_experts, NULL, 0, &ranks), DPL_OK);
+    assert_int_equal(prepare(&ranks, &shape, given, T, &ep), DPL_OK);
     for (size_t i = 0; i < T * K * D; i++) drows[i] = (float)(1 << i);
     memset(dx, 0xff, sizeof dx);
-    dpl_ep_combine(ctx, &ep, dpl_mat_f32(drows, D), NULL, D, false, dpl_mat_f32(dx, D), NULL);
+    assert_int_equal(
+        dpl_moe_combine(ctx, &ep, dpl_mat_f32(drows, D), NULL, D, false, dpl_mat_f32(dx, D), NULL),
+        DPL_OK);
     dpl_ctx_wait(ctx);
     // Rows by expert, then token: 0 of token 0, 1 of token 1, 3 of token 0, 3 of token 1.
     for (size_t i = 0; i < T * D; i++) {
@@ -861,7 +875,7 @@ static void gradients_of_weights_may_be_absent(void **state) {
     float dlogits[4];
     assert_int_equal(dpl_router_route_backward(ctx, &rule, 1, some, given, NULL, dlogits),
                      DPL_EINVAL);
-    dpl_comm_close(&comm);
+    dpl_ep_ranks_close(&ranks);
 }
 
 // The workspace that is asked for is enough when every token goes to the same experts, to the byte;
@@ -1096,23 +1110,7 @@ static void the_last_row_of_a_large_embedding_is_found(void **state) {
     munmap(dtable, bytes);
 }
 
-/* ---- what holds over many calls, and between ranks ----------------------------------------------
- */
-
-static dpl_comm_ops counting; // the transport of one rank; exchanges are counted
-static int n_calls;
-
-static dpl_status counted_all_to_all(dpl_comm *comm, dpl_blocks send, dpl_blocks receive,
-                                     dpl_ticket *ticket_out) {
-    n_calls++;
-    return dpl_comm_self.all_to_all(comm, send, receive, ticket_out);
-}
-
-static dpl_status counted_all_gather(dpl_comm *comm, const void *send, size_t bytes, void *receive,
-                                     dpl_ticket *ticket_out) {
-    n_calls += 1000;
-    return dpl_comm_self.all_gather(comm, send, bytes, receive, ticket_out);
-}
+/* ---- what holds over many calls, and between ranks ------------------------------------------- */
 
 // A rank that has no tokens, or whose experts get none, makes the same exchanges as any other: else
 // the others wait for ever.
@@ -1126,10 +1124,7 @@ static void exchanges_do_not_depend_on_the_tokens(void **state) {
                  {1, false, false},
                  {40, true, false},
                  {40, false, true}};
-    int expected[2] = {0};
-    counting = dpl_comm_self;
-    counting.all_to_all = counted_all_to_all;
-    counting.all_gather = counted_all_gather;
+    uint64_t expected[2] = {0};
     for (size_t i = 0; i < DPL_COUNT(cases); i++) {
         lab_rule rule = {
             .t = cases[i].t, .d = 16, .f = 8, .rule = lab_sigmoid(4, 1), .bias = true, .seed = 23};
@@ -1137,15 +1132,13 @@ static void exchanges_do_not_depend_on_the_tokens(void **state) {
         lab_open(&rule, &l);
         for (size_t e = 0; cases[i].one_expert && e < 4; e++) l.bias[e] = e ? -10 : 10;
         if (cases[i].padding) l.segment = dpl_alloc_array(rule.t, sizeof *l.segment);
-        l.comm->ops = &counting;
-        n_calls = 0;
+        const dpl_comm *comm = l.ranks.comm;
         assert_int_equal(lab_forward(&l, ctx), DPL_OK);
-        const int forward = n_calls;
+        const uint64_t forward = comm->n_started;
         lab_backward(&l, ctx);
-        const int backward = n_calls - forward;
+        const uint64_t backward = comm->n_started - forward;
         if (i == 0) expected[0] = forward, expected[1] = backward;
         assert_true(forward > 0 && forward == expected[0] && backward == expected[1]);
-        l.comm->ops = &dpl_comm_self;
         lab_close(&l);
     }
 }

@@ -308,22 +308,12 @@ static void no_tokens_is_a_call_like_any_other(void **state) {
     }
 }
 
-static void several_ranks_are_refused_in_clear_words(void **state) {
+// Row numbers are int32: more slots than that are refused before anything is read.
+static void too_many_slots_are_refused(void **state) {
     (void)state;
-    dpl_ctx *ctx = lab_ctx(1, false, NULL);
-    lab_rule rule = {.t = 4, .d = 8, .f = 8, .rule = lab_sigmoid(4, 2), .seed = 51};
-    lab l;
-    lab_open(&rule, &l);
-    l.comm->n_ranks = 2;
-    assert_int_equal(lab_forward(&l, ctx), DPL_ENOSUP);
-    assert_non_null(strstr(dpl_error_message(), "2 ranks"));
-    l.comm->n_ranks = 1;
-    // Row numbers are int32: more slots than that are refused before anything is read.
-    const size_t too_many = (size_t)INT32_MAX / 2 + 1;
-    assert_int_equal(dpl_ep_check(l.comm, &l.shape, too_many), DPL_EINVAL);
-    assert_int_equal(dpl_ep_check(l.comm, &l.shape, SIZE_MAX / 2), DPL_EINVAL);
-    lab_close(&l);
-    dpl_ctx_close(&ctx);
+    assert_int_equal(dpl_ep_check_slots((size_t)INT32_MAX / 2, 2), DPL_OK);
+    assert_int_equal(dpl_ep_check_slots((size_t)INT32_MAX / 2 + 1, 2), DPL_EINVAL);
+    assert_int_equal(dpl_ep_check_slots(SIZE_MAX / 2, 2), DPL_EINVAL);
 }
 
 static void time_is_counted_by_phase(void **state) {
@@ -354,7 +344,7 @@ int main(void) {
         cmocka_unit_test(a_deferred_context_gives_the_same_bits),
         cmocka_unit_test(row_bits_do_not_depend_on_other_tokens),
         cmocka_unit_test(no_tokens_is_a_call_like_any_other),
-        cmocka_unit_test(several_ranks_are_refused_in_clear_words),
+        cmocka_unit_test(too_many_slots_are_refused),
         cmocka_unit_test(time_is_counted_by_phase),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -381,7 +381,7 @@ static void every_failing_allocation_is_an_error(void **state) {
         if (status != DPL_OK) check_error(status, DPL_ENOMEM, "no memory", "");
     }
     check_ok(status);
-    assert_int_equal(nth, 12); // 11 allocations
+    assert_true(nth > 11); // there are as many at least
     dpl_ctx_close(&ctx);
 }
 

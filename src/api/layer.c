@@ -13,7 +13,7 @@ enum { ROUTER, GATE_UP, DOWN, SHARED_GATE_UP, SHARED_DOWN, N_WEIGHTS };
 
 struct dpl_layer {
     dpl_ctx *ctx;
-    dpl_comm *comm;
+    dpl_ep_ranks ranks;
     dpl_moe_shape shape;
     dpl_weight weight[N_WEIGHTS];
     void *packed[N_WEIGHTS]; // where the weights point
@@ -69,7 +69,7 @@ dpl_status dpl_layer_open(const dpl_layer_config *config, dpl_ctx *ctx, dpl_laye
     layer->weight[SHARED_GATE_UP] = (dpl_weight){NULL, dtype, n_shared, dpl_gate_up_width(sf),
                                                  d,    NULL,  NULL};
     layer->weight[SHARED_DOWN] = (dpl_weight){NULL, dtype, n_shared, d, sf, NULL, NULL};
-    dpl_status status = dpl_comm_open("self", NULL, &layer->comm);
+    dpl_status status = dpl_ep_ranks_open(ctx, NULL, e, NULL, 0, &layer->ranks);
     if (status == DPL_OK) status = alloc_weights(layer);
     if (status == DPL_OK) *layer_out = layer;
     else dpl_layer_close(&layer);
@@ -83,7 +83,7 @@ void dpl_layer_close(dpl_layer **layer) {
         dpl_free((*layer)->weight[i].grad);
     }
     dpl_free((*layer)->bias);
-    dpl_comm_close(&(*layer)->comm);
+    dpl_ep_ranks_close(&(*layer)->ranks);
     dpl_free(*layer);
     *layer = NULL;
 }
@@ -187,7 +187,7 @@ dpl_status dpl_layer_forward(dpl_layer *layer, const void *x, size_t ld_x, size_
     pass *record = ws;
     record->magic = 0; // until there is something to go back from
     dpl_moe_memory memory = {(uint8_t *)ws + PASS_BYTES, 0};
-    DPL_TRY(dpl_moe_forward_in(layer->ctx, layer->comm, shape, &layer->weights, x_in, n_tokens,
+    DPL_TRY(dpl_moe_forward_in(layer->ctx, &layer->ranks, shape, &layer->weights, x_in, n_tokens,
                                segment, NULL, &memory, &record->saved, y));
     dpl_ctx_wait(layer->ctx);
     record->layer = layer;
@@ -210,7 +210,8 @@ dpl_status dpl_layer_backward(dpl_layer *layer, const void *x, size_t ld_x, cons
     DPL_TRY(dpl_check_mat("dy", dy, ld_dy, shape->d, n_tokens, shape->dtype, &dy_in));
     DPL_TRY(dpl_check_mat("dx_out", dx_out, ld_dx, shape->d, n_tokens, DPL_F32, &dx));
     DPL_TRY(check_step_memory(layer, n_tokens));
-    dpl_moe_backward(layer->ctx, shape, &layer->weights, x_in, NULL, &record->saved, dy_in, dx);
+    const dpl_status status = dpl_moe_backward(layer->ctx, shape, &layer->weights, x_in, NULL,
+                                               &record->saved, dy_in, dx);
     dpl_ctx_wait(layer->ctx);
-    return DPL_OK;
+    return status;
 }

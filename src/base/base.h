@@ -7,6 +7,7 @@
 // written (=), the residual stream's gradient accumulates.
 #pragma once
 
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <string.h>
@@ -80,6 +81,21 @@ size_t dpl_arena_peak_bytes(const dpl_arena *arena);
 // letting go performs what was asked for, except below a block that was taken since and lives.
 void dpl_arena_hold(dpl_arena *arena, bool hold);
 
+// Heap: blocks that may be released in any order, in a reservation that other processes can map
+// when it is shared. Blocks are DPL_ALIGN-aligned and NOT zeroed. Of one thread, but that peers may
+// write into its blocks.
+typedef struct dpl_heap dpl_heap;
+dpl_status dpl_heap_open(size_t reserve_bytes, bool shared, dpl_heap **heap_out);
+void dpl_heap_close(dpl_heap **heap);
+void *dpl_heap_alloc(dpl_heap *heap, size_t bytes); // NULL: no gap is left, or no memory
+void dpl_heap_free(dpl_heap *heap, void *p);        // NULL is fine
+void dpl_heap_reset(dpl_heap *heap);                // frees all blocks
+void *dpl_heap_base(const dpl_heap *heap);
+size_t dpl_heap_bytes(const dpl_heap *heap);   // of the reservation
+size_t dpl_heap_used(const dpl_heap *heap);    // in blocks
+size_t dpl_heap_touched(const dpl_heap *heap); // bytes from its start that may have memory
+int dpl_heap_fd(const dpl_heap *heap);         // -1: not shared
+
 /* ---- threads -------------------------------------------------------------------------------- */
 // Runs tasks 0..n_tasks-1, each exactly once, on the calling thread and the pool's own; returns
 // when all are done. Which thread runs a task is not fixed, so its result must not depend on it.
@@ -93,6 +109,10 @@ void dpl_pool_close(dpl_pool **pool);
 int dpl_pool_threads(const dpl_pool *pool);
 void dpl_pool_run(dpl_pool *pool, size_t n_tasks, dpl_task_fn fn, void *arg);
 int dpl_cpus_allowed(void);
+// For those who spin, and who sleep while *word is `value` (may return early; seconds 0: no end).
+void dpl_relax(void);
+void dpl_futex_wait(_Atomic uint32_t *word, uint32_t value, double seconds);
+void dpl_futex_wake(_Atomic uint32_t *word, int n_threads);
 // `cpus` cut to the quotas of the groups listed in proc_cgroup, whose folders are under root.
 int dpl_cpus_quota(const char *proc_cgroup, const char *root, int cpus);
 

@@ -9,6 +9,7 @@
 #include <signal.h>
 #include <stdatomic.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "base/base.h"
@@ -35,7 +36,7 @@ struct dpl_pool {
     atomic_bool quit;
 };
 
-static void relax(void) {
+void dpl_relax(void) {
 #if defined(__x86_64__)
     __asm__ volatile("pause");
 #elif defined(__aarch64__)
@@ -43,12 +44,13 @@ static void relax(void) {
 #endif
 }
 
-// Sleeps only if *word still is `value`; may return early.
-static void futex_wait(_Atomic uint32_t *word, uint32_t value) {
-    syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, NULL, NULL, 0);
+void dpl_futex_wait(_Atomic uint32_t *word, uint32_t value, double seconds) {
+    const time_t whole = (time_t)seconds;
+    const struct timespec limit = {whole, (long)(1e9 * (seconds - (double)whole))};
+    syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, seconds > 0 ? &limit : NULL, NULL, 0);
 }
 
-static void futex_wake(_Atomic uint32_t *word, int n_threads) {
+void dpl_futex_wake(_Atomic uint32_t *word, int n_threads) {
     syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, n_threads, NULL, NULL, 0);
 }
 
@@ -57,7 +59,7 @@ static bool spin_while_equal(_Atomic uint32_t *word, uint32_t value) {
     double give_up = 0;
     for (unsigned i = 1;; i++) {
         if (atomic_load_explicit(word, memory_order_acquire) != value) return true;
-        relax();
+        dpl_relax();
         if (i % 64) continue; // The clock costs more than a look.
         const double now = dpl_now();
         if (give_up == 0) give_up = now + SPIN_S;
@@ -81,7 +83,7 @@ static void help(dpl_pool *pool, int i_thread) {
     // The last one out of a shut gate wakes the caller. Either this sees caller_sleeps, or the
     // caller, which sets it first and looks at the gate after, sees the empty gate.
     if (atomic_fetch_sub(&pool->gate, 1) == 1 && atomic_load(&pool->caller_sleeps))
-        futex_wake(&pool->gate, 1);
+        dpl_futex_wake(&pool->gate, 1);
 }
 
 static void *work(void *arg) {
@@ -91,7 +93,7 @@ static void *work(void *arg) {
     for (;;) {
         if (!spin_while_equal(&pool->n_runs, seen)) {
             atomic_fetch_add(&pool->n_sleeping, 1);
-            while (atomic_load(&pool->n_runs) == seen) futex_wait(&pool->n_runs, seen);
+            while (atomic_load(&pool->n_runs) == seen) dpl_futex_wait(&pool->n_runs, seen, 0);
             atomic_fetch_sub(&pool->n_sleeping, 1);
         }
         seen = atomic_load(&pool->n_runs);
@@ -105,7 +107,7 @@ static void shut_gate(dpl_pool *pool) {
     while (inside) {
         if (!spin_while_equal(&pool->gate, inside)) {
             atomic_store(&pool->caller_sleeps, true);
-            if ((inside = atomic_load(&pool->gate)) != 0) futex_wait(&pool->gate, inside);
+            if ((inside = atomic_load(&pool->gate)) != 0) dpl_futex_wait(&pool->gate, inside, 0);
             atomic_store(&pool->caller_sleeps, false);
         }
         inside = atomic_load(&pool->gate);
@@ -128,7 +130,7 @@ void dpl_pool_run(dpl_pool *pool, size_t n_tasks, dpl_task_fn fn, void *arg) {
     // as spinning and is about to sleep looks at n_runs once more before it does.
     const int n_workers = pool->n_threads - 1, n_asleep = (int)atomic_load(&pool->n_sleeping);
     const int n_to_wake = (int)DPL_MIN(n_tasks - 1, (size_t)n_workers) - (n_workers - n_asleep);
-    if (n_to_wake > 0) futex_wake(&pool->n_runs, n_to_wake);
+    if (n_to_wake > 0) dpl_futex_wake(&pool->n_runs, n_to_wake);
     take_tasks(pool, 0);
     shut_gate(pool);
     pthread_mutex_unlock(&pool->busy);
@@ -169,7 +171,7 @@ void dpl_pool_close(dpl_pool **pool) {
     if (!p) return;
     atomic_store(&p->quit, true);
     atomic_fetch_add(&p->n_runs, 1);
-    futex_wake(&p->n_runs, INT_MAX);
+    dpl_futex_wake(&p->n_runs, INT_MAX);
     for (int i = 1; i < p->n_started; i++) pthread_join(p->threads[i], NULL);
     pthread_mutex_destroy(&p->busy);
     dpl_free(p->threads);

@@ -1,58 +1,376 @@
-// comm.c - what all transports share: opening by name, agreement on errors.
+// comm.c - what all transports share: exchanges under way, waiting for them, agreement on errors.
 //
-// A transport only moves bytes. What depends on a value is done here, from the gathered
-// contributions of all ranks in the order of ranks, so that all ranks and transports agree.
+// What depends on a value is done here, from the gathered contributions of all ranks in the order
+// of ranks, so that all ranks and all transports agree.
 #include "comm/comm.h"
 
+#include <stdarg.h>
 #include <stdio.h>
-
-static const dpl_comm_ops *const transports[] = {&dpl_comm_self};
-#define TRANSPORTS "self" // their names, for an error
 
 typedef struct verdict {
     int32_t status;
     char text[508];
 } verdict;
 
-dpl_status dpl_comm_open(const char *transport, const char *spec, dpl_comm **comm_out) {
-    const dpl_comm_ops *ops = NULL;
-    for (size_t i = 0; i < DPL_COUNT(transports); i++)
-        if (!strcmp(transports[i]->name, transport)) ops = transports[i];
-    DPL_CHECK(ops, "transport '%s' is not built in, expected one of: " TRANSPORTS, transport);
-    dpl_comm *comm = dpl_alloc(sizeof *comm);
-    DPL_EXPECT(comm, DPL_ENOMEM, "no memory for a communicator");
-    comm->ops = ops;
-    const dpl_status status = ops->open(spec, comm);
-    if (status == DPL_OK) *comm_out = comm;
-    else dpl_free(comm);
+/* ---- failure ---- */
+void dpl_world_fail(dpl_world *world, dpl_status status, const char *format, ...) {
+    if (world->failed != DPL_OK) return;
+    va_list args;
+    va_start(args, format);
+    vsnprintf(world->why, sizeof world->why, format, args);
+    va_end(args);
+    world->failed = status;
+}
+
+// With a failure nothing is under way any more: callers may free what they exchanged.
+static dpl_status failure(dpl_world *world) {
+    if (world->failed == DPL_OK) return DPL_OK;
+    for (dpl_comm *comm = world->comms; comm; comm = comm->next)
+        for (dpl_op *op = comm->flying; op; op = op->next) {
+            if (!op->done) world->ops->withdraw(comm, op);
+            op->done = true;
+        }
+    return dpl_fail(world->failed, "%s", world->why);
+}
+
+static dpl_status check_alive(dpl_world *world) {
+    pthread_mutex_lock(&world->lock);
+    const dpl_status status = failure(world);
+    pthread_mutex_unlock(&world->lock);
     return status;
+}
+
+static void abort_locked(dpl_world *world, dpl_status status, const char *why) {
+    if (world->failed != DPL_OK) return;
+    dpl_world_fail(world, DPL_ECOMM, "rank %d: %s", world->rank, why);
+    world->ops->abort(world, status, world->why);
+}
+
+void dpl_comm_abort(dpl_comm *comm, dpl_status status, const char *why) {
+    pthread_mutex_lock(&comm->world->lock);
+    abort_locked(comm->world, status, why);
+    pthread_mutex_unlock(&comm->world->lock);
+}
+
+/* ---- communicators ---- */
+static dpl_comm *alloc_comm(dpl_world *world, int rank, int n_ranks, const int *members) {
+    dpl_comm *comm = dpl_alloc(sizeof *comm);
+    if (!comm) return NULL;
+    comm->members = dpl_alloc_array((size_t)n_ranks, sizeof *comm->members);
+    if (!comm->members) {
+        dpl_free(comm);
+        return NULL;
+    }
+    for (int i = 0; i < n_ranks; i++) comm->members[i] = members ? members[i] : i;
+    comm->world = world;
+    comm->rank = rank;
+    comm->n_ranks = n_ranks;
+    return comm;
+}
+
+static void free_comm(dpl_comm *comm) {
+    for (dpl_op *list = comm->flying;; list = comm->spare, comm->spare = NULL) {
+        while (list) {
+            dpl_op *op = list;
+            list = op->next;
+            comm->world->ops->free_op(op);
+            dpl_free(op->heard);
+            dpl_free(op);
+        }
+        if (!comm->spare) break;
+    }
+    dpl_free(comm->members);
+    dpl_free(comm);
+}
+
+dpl_status dpl_world_open(const dpl_comm_ops *ops, int rank, int n_ranks, void *world_state,
+                          void *comm_state, dpl_comm **comm_out) {
+    dpl_world *world = dpl_alloc(sizeof *world);
+    dpl_comm *comm = world ? alloc_comm(world, rank, n_ranks, NULL) : NULL;
+    if (!comm) {
+        dpl_free(world);
+        return dpl_fail(DPL_ENOMEM, "no memory for a communicator of %d ranks", n_ranks);
+    }
+    world->ops = ops;
+    world->rank = rank;
+    world->n_ranks = n_ranks;
+    world->state = world_state;
+    world->timeout_s = 300;
+    pthread_mutex_init(&world->lock, NULL);
+    comm->state = comm_state;
+    world->comms = comm;
+    *comm_out = comm;
+    return DPL_OK;
 }
 
 void dpl_comm_close(dpl_comm **comm) {
     if (!comm || !*comm) return;
-    (*comm)->ops->close(*comm);
-    dpl_free(*comm);
+    dpl_comm *c = *comm;
+    dpl_world *world = c->world;
+    pthread_mutex_lock(&world->lock);
+    dpl_comm **at = &world->comms;
+    while (*at != c) at = &(*at)->next;
+    *at = c->next;
+    world->ops->close(c);
+    free_comm(c);
+    const bool last = !world->comms;
+    if (last) world->ops->leave(world);
+    pthread_mutex_unlock(&world->lock);
+    if (last) {
+        pthread_mutex_destroy(&world->lock);
+        dpl_free(world);
+    }
     *comm = NULL;
 }
 
-dpl_status dpl_comm_agree(dpl_comm *comm, dpl_status mine) {
-    const size_t n_ranks = (size_t)comm->n_ranks;
+dpl_status dpl_comm_split(dpl_comm *parent, int color, dpl_comm **comm_out) {
+    const int R = parent->n_ranks;
+    int *colors = dpl_alloc_array(2 * (size_t)R, sizeof *colors), *members = colors + R, n = 0;
+    dpl_status status = DPL_OK;
+    if (!colors) status = dpl_fail(DPL_ENOMEM, "no memory for the colors of %d ranks", R);
+    status = dpl_comm_agree(parent, status);
+    if (status == DPL_OK) status = dpl_comm_gather_now(parent, &color, sizeof color, colors);
+    if (status != DPL_OK) {
+        dpl_free(colors);
+        return status;
+    }
+    int rank = 0;
+    for (int r = 0; r < R; r++) {
+        if (color < 0 || colors[r] != color) continue;
+        if (r == parent->rank) rank = n;
+        members[n++] = parent->members[r];
+    }
+    dpl_comm *comm = n ? alloc_comm(parent->world, rank, n, members) : NULL;
+    dpl_free(colors);
+    if (n && !comm) status = dpl_fail(DPL_ENOMEM, "no memory for a communicator of %d ranks", n);
+    status = dpl_comm_agree(parent, status);
+    if (status == DPL_OK) status = parent->world->ops->split(parent, comm);
+    if (status != DPL_OK || !comm) {
+        if (comm) free_comm(comm);
+        if (status == DPL_OK) *comm_out = NULL;
+        return status;
+    }
+    pthread_mutex_lock(&comm->world->lock);
+    comm->next = comm->world->comms;
+    comm->world->comms = comm;
+    pthread_mutex_unlock(&comm->world->lock);
+    *comm_out = comm;
+    return DPL_OK;
+}
+
+int dpl_comm_rank(const dpl_comm *comm) {
+    return comm ? comm->rank : 0;
+}
+
+int dpl_comm_ranks(const dpl_comm *comm) {
+    return comm ? comm->n_ranks : 1;
+}
+
+void dpl_comm_set_timeout(dpl_comm *comm, double seconds) {
+    if (comm) comm->world->timeout_s = seconds;
+}
+
+/* ---- progress ---- */
+static void advance_all(dpl_world *world) {
+    for (dpl_comm *comm = world->comms; comm && world->failed == DPL_OK; comm = comm->next)
+        for (dpl_op *op = comm->flying; op && world->failed == DPL_OK; op = op->next)
+            if (!op->done) world->ops->advance(comm, op);
+}
+
+// The first rank that an exchange waits for; with none, what was sent has not been fetched.
+static void fail_of_silence(dpl_comm *comm, const dpl_op *op) {
+    dpl_world *world = comm->world;
+    int rank = 0;
+    while (rank < comm->n_ranks - 1 && (op->heard[rank] || rank == comm->rank)) rank++;
+    char text[200];
+    snprintf(text, sizeof text,
+             "rank %d has not been heard of for %g s (comm_timeout_s): dead, stopped or slow",
+             comm->members[rank], world->timeout_s);
+    abort_locked(world, DPL_ECOMM, text);
+}
+
+static bool is_done(const dpl_comm *comm, uint64_t id, const dpl_op **op_out) {
+    const dpl_op *op = comm->flying;
+    while (op && op->id != id) op = op->next;
+    *op_out = op;
+    return !op || op->done;
+}
+
+// Until the exchange is done, or the world has failed. Called and returns with the lock held.
+static dpl_status wait_locked(dpl_comm *comm, uint64_t id) {
+    dpl_world *world = comm->world;
+    world->heard_s = dpl_now();
+    for (unsigned n_rests = 0;; n_rests++) {
+        const dpl_op *op;
+        const uint32_t seen = world->ops->look(world);
+        advance_all(world);
+        if (world->failed != DPL_OK) return failure(world);
+        if (is_done(comm, id, &op)) return DPL_OK;
+        if (dpl_now() - world->heard_s > world->timeout_s) fail_of_silence(comm, op);
+        pthread_mutex_unlock(&world->lock);
+        world->ops->rest(world, seen, n_rests);
+        pthread_mutex_lock(&world->lock);
+    }
+}
+
+/* ---- exchanges ---- */
+static dpl_op *alloc_op(const dpl_comm *comm) {
+    const size_t R = (size_t)comm->n_ranks;
+    dpl_op *op = dpl_alloc(sizeof *op + 4 * R * sizeof(size_t));
+    if (!op) return NULL;
+    op->heard = dpl_alloc(R);
+    if (op->heard) return op;
+    dpl_free(op);
+    return NULL;
+}
+
+static void copy_own_block(const dpl_comm *comm, const dpl_op *op) {
+    const size_t me = (size_t)comm->rank;
+    memmove((uint8_t *)op->receive.p + op->receive.offset[me],
+            (uint8_t *)op->send.p + op->send.offset[me], op->receive.bytes[me]);
+}
+
+static void fill_op(const dpl_comm *comm, dpl_op *op, dpl_blocks send, dpl_blocks receive) {
+    const size_t R = (size_t)comm->n_ranks;
+    const size_t *const from[] = {send.offset, send.bytes, receive.offset, receive.bytes};
+    for (size_t i = 0; i < DPL_COUNT(from); i++)
+        memcpy(op->sizes + i * R, from[i], R * sizeof(size_t));
+    op->send = (dpl_blocks){send.p, op->sizes, op->sizes + R};
+    op->receive = (dpl_blocks){receive.p, op->sizes + 2 * R, op->sizes + 3 * R};
+    op->done = false;
+    op->n_due = 0;
+    for (size_t r = 0; r < R; r++) {
+        op->heard[r] = (int)r == comm->rank || receive.bytes[r] == 0;
+        op->n_due += !op->heard[r];
+    }
+}
+
+static dpl_status start_locked(dpl_comm *comm, dpl_blocks send, dpl_blocks receive, bool is_gather,
+                               dpl_ticket *ticket_out) {
+    const size_t me = (size_t)comm->rank;
+    DPL_TRY(failure(comm->world));
+    DPL_CHECK(send.bytes[me] == receive.bytes[me], "%s: %zu bytes sent, %zu expected",
+              dpl_comm_name(comm), send.bytes[me], receive.bytes[me]);
+    if (comm->n_started >= DPL_OPS_MAX)
+        DPL_TRY(wait_locked(comm, comm->n_started + 1 - DPL_OPS_MAX));
+    dpl_op *op = comm->spare;
+    if (op) comm->spare = op->next;
+    else if (!(op = alloc_op(comm))) {
+        // The peers wait for this rank: without a word they would do so until the time is over.
+        abort_locked(comm->world, DPL_ENOMEM, "no memory for an exchange");
+        return dpl_fail(DPL_ENOMEM, "no memory for an exchange of %d ranks", comm->n_ranks);
+    }
+    fill_op(comm, op, send, receive);
+    copy_own_block(comm, op);
+    op->is_gather = is_gather;
+    op->id = ++comm->n_started;
+    op->next = NULL;
+    dpl_op **last = &comm->flying;
+    while (*last) last = &(*last)->next;
+    *last = op;
+    comm->world->ops->start(comm, op);
+    *ticket_out = (dpl_ticket){op->id};
+    return failure(comm->world);
+}
+
+static dpl_status start(dpl_comm *comm, dpl_blocks send, dpl_blocks receive, bool is_gather,
+                        dpl_ticket *ticket_out) {
+    pthread_mutex_lock(&comm->world->lock);
+    const dpl_status status = start_locked(comm, send, receive, is_gather, ticket_out);
+    pthread_mutex_unlock(&comm->world->lock);
+    return status;
+}
+
+dpl_status dpl_comm_exchange(dpl_comm *comm, dpl_blocks send, dpl_blocks receive,
+                             dpl_ticket *ticket_out) {
+    return start(comm, send, receive, false, ticket_out);
+}
+
+dpl_status dpl_comm_gather(dpl_comm *comm, const void *send, size_t bytes, void *receive,
+                           dpl_ticket *ticket_out) {
+    const size_t R = (size_t)comm->n_ranks;
+    size_t few[3 * 16], *sizes = R <= 16 ? few : dpl_alloc_array(3 * R, sizeof *sizes);
+    if (!sizes) {
+        dpl_comm_abort(comm, DPL_ENOMEM, "no memory for an exchange");
+        return dpl_fail(DPL_ENOMEM, "no memory for an exchange of %zu ranks", R);
+    }
+    size_t *const zero = sizes, *const each = sizes + R, *const place = sizes + 2 * R;
+    for (size_t r = 0; r < R; r++) zero[r] = 0, each[r] = bytes, place[r] = r * bytes;
+    const dpl_blocks from = {(void *)(uintptr_t)send, zero, each}, to = {receive, place, each};
+    const dpl_status status = start(comm, from, to, true, ticket_out);
+    if (sizes != few) dpl_free(sizes);
+    return status;
+}
+
+dpl_status dpl_comm_wait(dpl_comm *comm, dpl_ticket ticket) {
+    if (!ticket.id) return check_alive(comm->world);
+    pthread_mutex_lock(&comm->world->lock);
+    const dpl_status status = wait_locked(comm, ticket.id);
+    dpl_op **at = &comm->flying;
+    while (*at && (*at)->id != ticket.id) at = &(*at)->next;
+    if (*at && (*at)->done) {
+        dpl_op *op = *at;
+        *at = op->next;
+        op->next = comm->spare;
+        comm->spare = op;
+    }
+    pthread_mutex_unlock(&comm->world->lock);
+    return status;
+}
+
+dpl_status dpl_comm_gather_now(dpl_comm *comm, const void *send, size_t bytes, void *receive) {
+    dpl_ticket ticket;
+    DPL_TRY(dpl_comm_gather(comm, send, bytes, receive, &ticket));
+    return dpl_comm_wait(comm, ticket);
+}
+
+dpl_status dpl_comm_barrier(dpl_comm *comm) {
+    uint8_t few[64] = {0}, *all = few;
+    if (comm->n_ranks > (int)sizeof few && !(all = dpl_alloc((size_t)comm->n_ranks))) {
+        dpl_comm_abort(comm, DPL_ENOMEM, "no memory for a barrier");
+        return dpl_fail(DPL_ENOMEM, "no memory for a barrier of %d ranks", comm->n_ranks);
+    }
+    const uint8_t mine = 1;
+    const dpl_status status = dpl_comm_gather_now(comm, &mine, 1, all);
+    if (all != few) dpl_free(all);
+    return status;
+}
+
+/* ---- agreement ---- */
+static dpl_status read_verdicts(const dpl_comm *comm, const uint8_t *all, size_t bytes,
+                                uint8_t *receive) {
+    for (size_t r = 0; r < (size_t)comm->n_ranks; r++) {
+        verdict v;
+        memcpy(&v, all + r * (sizeof v + bytes), sizeof v);
+        if (v.status != DPL_OK && comm->n_ranks > 1) // the lowest rank that failed speaks for all
+            return dpl_fail((dpl_status)v.status, "rank %d: %s", comm->members[r], v.text);
+        if (v.status != DPL_OK) return (dpl_status)v.status;
+        if (bytes > 0) memcpy(receive + r * bytes, all + r * (sizeof v + bytes) + sizeof v, bytes);
+    }
+    return DPL_OK;
+}
+
+dpl_status dpl_comm_agree_on(dpl_comm *comm, dpl_status mine, const void *send, size_t bytes,
+                             void *receive) {
     verdict own = {.status = mine};
     if (mine != DPL_OK) snprintf(own.text, sizeof own.text, "%s", dpl_error_message());
-    verdict *all = dpl_alloc_array(n_ranks, sizeof own);
+    const size_t each = sizeof own + bytes;
+    uint8_t *all = dpl_alloc_array((size_t)comm->n_ranks + 1, each);
     if (!all) {
-        const dpl_status failed = dpl_fail(DPL_ENOMEM, "no memory for %zu verdicts", n_ranks);
-        // The peers are in the exchange already: without this rank they would wait for ever.
-        comm->ops->abort(comm, failed, dpl_error_message());
-        return failed;
+        dpl_fail(DPL_ENOMEM, "no memory for the verdicts of %d ranks", comm->n_ranks);
+        // The peers are in the exchange already: without this rank they would wait in vain.
+        dpl_comm_abort(comm, DPL_ENOMEM, dpl_error_message());
+        return DPL_ENOMEM;
     }
-    dpl_ticket ticket;
-    dpl_status status = comm->ops->all_gather(comm, &own, sizeof own, all, &ticket);
-    if (status == DPL_OK) status = comm->ops->wait(comm, ticket);
-    for (size_t rank = 0; rank < n_ranks && status == DPL_OK; rank++) {
-        status = (dpl_status)all[rank].status; // the lowest rank that failed speaks for all
-        if (status != DPL_OK && n_ranks > 1) dpl_fail(status, "rank %zu: %s", rank, all[rank].text);
-    }
+    uint8_t *mine_out = all + (size_t)comm->n_ranks * each;
+    memcpy(mine_out, &own, sizeof own);
+    if (bytes > 0) memcpy(mine_out + sizeof own, send, bytes);
+    dpl_status status = dpl_comm_gather_now(comm, mine_out, each, all);
+    if (status == DPL_OK) status = read_verdicts(comm, all, bytes, receive);
     dpl_free(all);
     return status;
+}
+
+dpl_status dpl_comm_agree(dpl_comm *comm, dpl_status mine) {
+    return dpl_comm_agree_on(comm, mine, NULL, 0, NULL);
 }

@@ -1,17 +1,22 @@
 // comm.h - the communicator: ranks that exchange bytes. A transport is one file, one const table.
 //
-// Calls are started and waited for: a start returns a ticket, wait completes it, and every wait
-// makes progress on everything that was started. All ranks start the same calls in the same order.
-// Errors agree: a rank that fails passes its status through dpl_comm_agree() before the next
-// exchange, or aborts.
+// An exchange is started and waited for: a start returns a ticket, wait completes it, and every
+// wait makes progress on everything that this rank has started, in whatever communicator. All ranks
+// of a communicator start the same exchanges in the same order. A transport moves bytes and nothing
+// else: sums and agreements are made here, in the order of ranks, so all transports give the same
+// bits.
+//
+// Errors agree: a rank that fails passes its status through dpl_comm_agree() where all ranks meet,
+// or aborts, and then every call of every rank fails with its text. So does a rank that the others
+// have not heard of for comm_timeout_s.
 #pragma once
+
+#include <pthread.h>
+#include <stdatomic.h>
 
 #include "base/base.h"
 
-typedef struct dpl_comm dpl_comm;
-typedef struct dpl_ticket {
-    uint64_t id; // 0: already complete
-} dpl_ticket;
+typedef struct dpl_world dpl_world;
 
 // The bytes that this rank sends to, or receives from, each rank: block r is at p + offset[r].
 typedef struct dpl_blocks {
@@ -19,29 +24,104 @@ typedef struct dpl_blocks {
     const size_t *offset, *bytes; // (R)
 } dpl_blocks;
 
-typedef struct dpl_comm_ops {
-    const char *name;
-    dpl_status (*open)(const char *spec, dpl_comm *comm);
-    void (*close)(dpl_comm *comm);
-    dpl_status (*all_to_all)(dpl_comm *comm, dpl_blocks send, dpl_blocks receive,
-                             dpl_ticket *ticket_out);
-    dpl_status (*all_gather)(dpl_comm *comm, const void *send, size_t bytes,
-                             void *receive, // (R, bytes)
-                             dpl_ticket *ticket_out);
-    dpl_status (*wait)(dpl_comm *comm, dpl_ticket ticket);
-    void (*abort)(dpl_comm *comm, dpl_status status, const char *why);
-} dpl_comm_ops;
+typedef struct dpl_ticket {
+    uint64_t id; // 0: already complete
+} dpl_ticket;
+
+// An exchange under way. Blocks of this rank to itself are copied at the start.
+typedef struct dpl_op {
+    uint64_t id; // 1, 2, .. of its communicator
+    dpl_blocks send, receive;
+    bool is_gather; // all blocks that are sent are the same one
+    bool done;
+    bool *heard;  // (R) the block of a rank has come
+    size_t n_due; // blocks that have not
+    void *state;  // of the transport, kept for the next exchange
+    struct dpl_op *next;
+    size_t sizes[]; // (4, R): what send and receive point to
+} dpl_op;
+
+// Exchanges of one communicator that may be under way at a time; a further one waits for the first.
+#define DPL_OPS_MAX   8
+#define DPL_RANKS_MAX 65536
 
 struct dpl_comm {
-    const dpl_comm_ops *ops;
+    dpl_world *world;
     int rank, n_ranks;
-    void *state; // the transport's own
+    int *members; // (R): their ranks in the world
+    void *state;  // of the transport
+    uint64_t n_started;
+    dpl_op *flying, *spare; // in the order of their start; for the next ones
+    dpl_comm *next;         // of this rank
 };
 
-extern const dpl_comm_ops dpl_comm_self; // one rank: a block to itself is a copy
+// Functions but open and split are called with the world's lock held, and return DPL_OK at once.
+// What they find is the world's failure: dpl_world_fail().
+typedef struct dpl_comm_ops {
+    const char *name;
+    // The communicator of these ranks of the parent. Collective over them.
+    dpl_status (*split)(dpl_comm *parent, dpl_comm *child);
+    void (*close)(dpl_comm *comm);
+    void (*start)(dpl_comm *comm, dpl_op *op);
+    void (*advance)(dpl_comm *comm, dpl_op *op);  // sets `heard` and `done`
+    void (*withdraw)(dpl_comm *comm, dpl_op *op); // after it nothing touches its blocks
+    void (*free_op)(dpl_op *op);                  // its state
+    // Looks for an abort; what it returns changes when there may be something new.
+    uint32_t (*look)(dpl_world *world);
+    // Waits a little, at most until `seen` is no longer what look() would return. Without the lock.
+    void (*rest)(dpl_world *world, uint32_t seen, unsigned n_rests);
+    void (*abort)(dpl_world *world, dpl_status status, const char *why); // tells the others
+    void (*leave)(dpl_world *world);                                     // the last of a world
+} dpl_comm_ops;
 
-// Opens a transport by name; an unknown one is DPL_EINVAL with the list of those built in.
-dpl_status dpl_comm_open(const char *transport, const char *spec, dpl_comm **comm_out);
-void dpl_comm_close(dpl_comm **comm);
+// What all communicators of a rank share.
+struct dpl_world {
+    const dpl_comm_ops *ops;
+    int rank, n_ranks;
+    double timeout_s;
+    void *state; // of the transport
+    pthread_mutex_t lock;
+    dpl_comm *comms;
+    double heard_s; // when something last came
+    dpl_status failed;
+    char why[512];
+};
+
+/* ---- opening ---- */
+dpl_status dpl_comm_open_self(dpl_comm **comm_out); // one rank
+// The MPI whose launcher started this process ("openmpi", "mpich"), NULL: none did (launch.c).
+const char *dpl_comm_launcher(void);
+// A rank's world with its communicator of all ranks, around what the transport has made. The
+// transport's leave() is called when that communicator, the last one, is closed.
+dpl_status dpl_world_open(const dpl_comm_ops *ops, int rank, int n_ranks, void *world_state,
+                          void *comm_state, dpl_comm **comm_out);
+// Of the ranks that give the same color, in their order; color < 0: of none, *comm_out is NULL.
+// Collective.
+dpl_status dpl_comm_split(dpl_comm *parent, int color, dpl_comm **comm_out);
+static inline const char *dpl_comm_name(const dpl_comm *comm) {
+    return comm->world->ops->name;
+}
+
+/* ---- exchanges ---- */
+// Sizes must be the same at both ends; blocks of 0 bytes are not sent. What `p` points to is left
+// alone until the exchange is waited for; offsets and bytes are copied.
+dpl_status dpl_comm_exchange(dpl_comm *comm, dpl_blocks send, dpl_blocks receive,
+                             dpl_ticket *ticket_out);
+// receive (R, bytes), bytes > 0. Complete only after every rank has started it.
+dpl_status dpl_comm_gather(dpl_comm *comm, const void *send, size_t bytes, void *receive,
+                           dpl_ticket *ticket_out);
+dpl_status dpl_comm_wait(dpl_comm *comm, dpl_ticket ticket);
+// The same two, waited for.
+dpl_status dpl_comm_gather_now(dpl_comm *comm, const void *send, size_t bytes, void *receive);
+dpl_status dpl_comm_barrier(dpl_comm *comm);
+
+/* ---- errors ---- */
 // The status of the lowest rank that failed, with its text: the same on every rank. Collective.
 dpl_status dpl_comm_agree(dpl_comm *comm, dpl_status mine);
+// The same in one exchange with a gather, whose result is good only where the status is DPL_OK.
+dpl_status dpl_comm_agree_on(dpl_comm *comm, dpl_status mine, const void *send, size_t bytes,
+                             void *receive);
+void dpl_comm_abort(dpl_comm *comm, dpl_status status, const char *why);
+// For transports: why every further call fails. The first reason stays.
+void dpl_world_fail(dpl_world *world, dpl_status status, const char *format, ...)
+    __attribute__((format(printf, 3, 4)));

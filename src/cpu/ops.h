@@ -232,6 +232,28 @@ void dpl_combine_rows(dpl_ctx *ctx, dpl_mat rows, const float *row_value, const 
                       size_t n_tokens, size_t top_k, size_t d, bool accumulate, dpl_mat y,
                       float *slot_value);
 
+// Rows of slots that are spread over the ranks of experts. The row of slot s, with expert
+// e = ids[s] >= 0, is number slot_row[s] + place[e].shift of rows[place[e].rank], (., d) of
+// `dtype`; a number that belongs to it stands at the same place of values[place[e].rank].
+typedef struct dpl_place {
+    int64_t shift;
+    int64_t rank;
+} dpl_place;
+typedef struct dpl_spread {
+    const int32_t *ids, *slot_row; // (T*K)
+    const dpl_place *place;        // (E)
+    void *const *rows;             // (R)
+    float *const *values;          // (R)
+    dpl_dtype dtype;
+} dpl_spread;
+// Each slot's row = that of its token, d 0: not wanted; its number = weights[slot], NULL: not
+// wanted. Nothing where `rows` of the rank is NULL.
+void dpl_scatter_rows(dpl_ctx *ctx, dpl_mat x, const float *weights, const dpl_spread *to,
+                      size_t n_tokens, size_t top_k, size_t d);
+// As dpl_combine_rows(); slot_value (T*K) = the numbers, 0 where -1, NULL: not wanted.
+void dpl_combine_spread(dpl_ctx *ctx, const dpl_spread *from, size_t n_tokens, size_t top_k,
+                        size_t d, bool accumulate, dpl_mat y, float *slot_value);
+
 /* ---- optimizer and reductions (optim.c) ------------------------------------------------------ */
 typedef struct dpl_adamw {
     double b1, b2; // in fp32 1 - b2 would lose what correct2 keeps

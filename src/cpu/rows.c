@@ -208,18 +208,15 @@ static size_t source_of(const gather_args *a, size_t row) {
 }
 
 // Rows lie anywhere, so the hardware does not see the next one coming.
-static void fetch_row(dpl_mat m, size_t row, size_t d) {
-    const uint8_t *p = dpl_mat_row(m, row);
-    for (size_t i = 0; i < d * dpl_dtype_bytes(m.dtype); i += 64) __builtin_prefetch(p + i, 0, 2);
+static void fetch_bytes(const void *p, size_t bytes) {
+    for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)p + i, 0, 2);
 }
 
-static void gather_row(const gather_args *a, const dpl_row_kernels *k, size_t from, size_t row) {
-    const void *x = dpl_mat_row(a->from, from);
-    void *y = dpl_mat_row(a->to, row);
-    if (a->from.dtype == a->to.dtype) // No round trip: the bits of a NaN stay, too.
-        memcpy(y, x, a->d * dpl_dtype_bytes(a->to.dtype));
-    else if (a->to.dtype == DPL_BF16) k->to_bf16(x, y, a->d);
-    else k->from_bf16(x, y, a->d);
+static void copy_row(const dpl_row_kernels *k, const void *x, dpl_dtype from, void *y, dpl_dtype to,
+                     size_t d) {
+    if (from == to) memcpy(y, x, d * dpl_dtype_bytes(to)); // the bits of a NaN stay, too
+    else if (to == DPL_BF16) k->to_bf16(x, y, d);
+    else k->from_bf16(x, y, d);
 }
 
 static void gather_panel_row(const gather_args *a, const dpl_row_kernels *k, size_t from,
@@ -235,7 +232,9 @@ static void gather_panel_row(const gather_args *a, const dpl_row_kernels *k, siz
 static void move_row(const gather_args *a, const dpl_row_kernels *k, size_t from, size_t row) {
     if (from == NO_ROW) memset(dpl_mat_row(a->to, row), 0, a->d * dpl_dtype_bytes(a->to.dtype));
     else if (a->in_panels) gather_panel_row(a, k, from, row);
-    else gather_row(a, k, from, row);
+    else
+        copy_row(k, dpl_mat_row(a->from, from), a->from.dtype, dpl_mat_row(a->to, row), a->to.dtype,
+                 a->d);
 }
 
 static void gather_rows(const void *args, const dpl_part *part) {
@@ -244,7 +243,8 @@ static void gather_rows(const void *args, const dpl_part *part) {
     for (size_t row = part->first; row < part->end; row++) {
         const size_t from = next;
         next = source_of(a, row + 1);
-        if (next != NO_ROW && a->map && !a->in_panels) fetch_row(a->from, next, a->d);
+        if (next != NO_ROW && a->map && !a->in_panels)
+            fetch_bytes(dpl_mat_row(a->from, next), a->d * dpl_dtype_bytes(a->from.dtype));
         if (a->d > 0) move_row(a, part->k, from, row);
         if (a->weights) a->row_weight[row] = from == NO_ROW ? 0 : a->weights[a->map[row]];
     }
@@ -310,7 +310,7 @@ void dpl_embed_backward(dpl_ctx *ctx, dpl_mat dy, const int32_t *ids, bool in_pa
     DPL_SUBMIT(ctx, dpl_run_loop, args, {0});
 }
 
-/* ---- combine --------------------------------------------------------------------------------- */
+/* ---- combine, and rows of other ranks -------------------------------------------------------- */
 typedef struct combine_args {
     dpl_loop loop;
     size_t d, top_k;
@@ -319,16 +319,43 @@ typedef struct combine_args {
     const int32_t *slot_row;
     bool accumulate;
     float *slot_value;
+    dpl_spread spread; // place NULL: all rows are in `rows`
 } combine_args;
+
+static void *spread_row(const dpl_spread *s, size_t slot, size_t d) {
+    const dpl_place *place = &s->place[s->ids[slot]];
+    const size_t row = (size_t)(s->slot_row[slot] + place->shift);
+    return (uint8_t *)s->rows[place->rank] + row * d * dpl_dtype_bytes(s->dtype);
+}
+
+static bool is_here(const dpl_spread *s, size_t slot) {
+    return s->rows[s->place[s->ids[slot]].rank] != NULL;
+}
+
+static float *spread_value(const dpl_spread *s, size_t slot) {
+    const dpl_place *place = &s->place[s->ids[slot]];
+    return s->values[place->rank] + s->slot_row[slot] + place->shift;
+}
+
+// Of the row of a slot, whose slot_row is not negative, column `col`.
+static const void *slot_source(const combine_args *a, size_t slot, size_t col) {
+    if (!a->spread.place) return dpl_mat_at(a->rows, (size_t)a->slot_row[slot], col).p;
+    const uint8_t *row = spread_row(&a->spread, slot, a->d);
+    return row + col * dpl_dtype_bytes(a->rows.dtype);
+}
+
+static float slot_number(const combine_args *a, size_t slot) {
+    if (a->slot_row[slot] < 0) return 0;
+    return a->spread.place ? *spread_value(&a->spread, slot) : a->row_value[a->slot_row[slot]];
+}
 
 // n columns of one token. `from` holds top_k pointers.
 static void combine_block(const combine_args *a, const dpl_row_kernels *k, size_t token, size_t col,
                           size_t n, const void **from) {
     float buf[DPL_ROW_BLOCK], *to = dpl_row_target(a->y, token, col, buf);
-    const int32_t *slot_row = a->slot_row + token * a->top_k;
     size_t n_from = 0;
-    for (size_t i = 0; i < a->top_k; i++)
-        if (slot_row[i] >= 0) from[n_from++] = dpl_mat_at(a->rows, (size_t)slot_row[i], col).p;
+    for (size_t slot = token * a->top_k; slot < (token + 1) * a->top_k; slot++)
+        if (a->slot_row[slot] >= 0) from[n_from++] = slot_source(a, slot, col);
     if (n_from > 0) k->sum_rows(a->rows.dtype, from, n_from, a->accumulate, to, n);
     else if (!a->accumulate) memset(to, 0, n * sizeof *to);
     if (a->y.dtype == DPL_BF16) dpl_row_store(k, a->y, token, col, to, n);
@@ -336,26 +363,77 @@ static void combine_block(const combine_args *a, const dpl_row_kernels *k, size_
 
 static void combine_rows(const void *args, const dpl_part *part) {
     const combine_args *a = args;
+    const size_t row_bytes = a->d * dpl_dtype_bytes(a->rows.dtype);
     for (size_t token = part->first; token < part->end; token++) {
         for (size_t slot = (token + 1) * a->top_k; slot < (token + 2) * a->top_k; slot++)
             if (token + 1 < part->end && a->slot_row[slot] >= 0)
-                fetch_row(a->rows, (size_t)a->slot_row[slot], a->d);
+                fetch_bytes(slot_source(a, slot, 0), row_bytes);
         DPL_EACH_BLOCK(col, n, a->d)
         combine_block(a, part->k, token, col, n, part->scratch);
-        if (!a->row_value) continue;
+        if (!a->slot_value) continue;
         for (size_t slot = token * a->top_k; slot < (token + 1) * a->top_k; slot++)
-            a->slot_value[slot] = a->slot_row[slot] < 0 ? 0 : a->row_value[a->slot_row[slot]];
+            a->slot_value[slot] = slot_number(a, slot);
     }
+}
+
+static void combine(dpl_ctx *ctx, combine_args a, size_t n_tokens) {
+    const size_t grain = dpl_row_grain(a.d * a.top_k * dpl_dtype_bytes(a.rows.dtype));
+    a.loop = (dpl_loop){combine_rows, n_tokens, grain};
+    DPL_SUBMIT(ctx, dpl_run_loop, a, span_unless(a.accumulate, a.y, n_tokens, a.d),
+               {a.slot_value, a.slot_value ? n_tokens * a.top_k * sizeof *a.slot_value : 0});
 }
 
 void dpl_combine_rows(dpl_ctx *ctx, dpl_mat rows, const float *row_value, const int32_t *slot_row,
                       size_t n_tokens, size_t top_k, size_t d, bool accumulate, dpl_mat y,
                       float *slot_value) {
-    const size_t grain = dpl_row_grain(d * top_k * dpl_dtype_bytes(rows.dtype));
-    const dpl_loop loop = {combine_rows, n_tokens, grain};
-    const combine_args a = {loop, d, top_k, rows, y, row_value, slot_row, accumulate, slot_value};
-    DPL_SUBMIT(ctx, dpl_run_loop, a, span_unless(accumulate, y, n_tokens, d),
-               {slot_value, row_value ? n_tokens * top_k * sizeof *slot_value : 0});
+    combine(ctx,
+            (combine_args){{0},
+                           d,
+                           top_k,
+                           rows,
+                           y,
+                           row_value,
+                           slot_row,
+                           accumulate,
+                           row_value ? slot_value : NULL,
+                           {0}},
+            n_tokens);
+}
+
+void dpl_combine_spread(dpl_ctx *ctx, const dpl_spread *from, size_t n_tokens, size_t top_k,
+                        size_t d, bool accumulate, dpl_mat y, float *slot_value) {
+    const dpl_mat rows = {NULL, d, from->dtype};
+    combine(
+        ctx,
+        (combine_args){{0}, d, top_k, rows, y, NULL, from->slot_row, accumulate, slot_value, *from},
+        n_tokens);
+}
+
+typedef struct scatter_args {
+    dpl_loop loop;
+    size_t d, top_k;
+    dpl_mat x;
+    const float *weights;
+    dpl_spread to;
+} scatter_args;
+
+// A token is read once and written to each of its experts.
+static void scatter_rows(const void *args, const dpl_part *part) {
+    const scatter_args *a = args;
+    for (size_t slot = part->first * a->top_k; slot < part->end * a->top_k; slot++) {
+        if (a->to.slot_row[slot] < 0 || !is_here(&a->to, slot)) continue;
+        const void *x = dpl_mat_row(a->x, slot / a->top_k);
+        if (a->d > 0)
+            copy_row(part->k, x, a->x.dtype, spread_row(&a->to, slot, a->d), a->to.dtype, a->d);
+        if (a->weights) *spread_value(&a->to, slot) = a->weights[slot];
+    }
+}
+
+void dpl_scatter_rows(dpl_ctx *ctx, dpl_mat x, const float *weights, const dpl_spread *to,
+                      size_t n_tokens, size_t top_k, size_t d) {
+    const size_t grain = dpl_row_grain(d * top_k * dpl_dtype_bytes(x.dtype));
+    const scatter_args a = {{scatter_rows, n_tokens, grain}, d, top_k, x, weights, *to};
+    DPL_SUBMIT(ctx, dpl_run_loop, a, {0});
 }
 
 /* ---- cross-entropy --------------------------------------------------------------------------- */

@@ -105,7 +105,7 @@ dpl_status dpl_block_forward(dpl_model *m, int layer, const dpl_batch *b, const 
     saved->rstd_mlp = dpl_norm_forward(m, layer, DPL_P_MLP_NORM, middle, T, n);
     if (moe) {
         const dpl_moe_weights weights = moe_weights(m, layer);
-        const dpl_status status = dpl_moe_forward_in(m->ctx, m->comm, &m->moe, &weights, n, T,
+        const dpl_status status = dpl_moe_forward_in(m->ctx, &m->ranks, &m->moe, &weights, n, T,
                                                      b->segment, aux, NULL, &saved->moe, out);
         if (status != DPL_OK) return dpl_fail_in(status, "layer %d", layer);
         dpl_probe_routing(m, layer, &saved->moe);
@@ -118,14 +118,16 @@ dpl_status dpl_block_forward(dpl_model *m, int layer, const dpl_batch *b, const 
     return DPL_OK;
 }
 
-void dpl_block_backward(dpl_model *m, int layer, const dpl_batch *b, const dpl_aux *aux,
-                        const dpl_block_saved *saved, dpl_mat dx) {
+dpl_status dpl_block_backward(dpl_model *m, int layer, const dpl_batch *b, const dpl_aux *aux,
+                              const dpl_block_saved *saved, dpl_mat dx) {
     const dpl_model_config *c = &m->config;
     const size_t T = dpl_batch_tokens(b), mark = dpl_ctx_mark(m->ctx);
     const dpl_mat n = saved->act[DPL_ACT_MLP_NORM], dn = dpl_act_alloc(m, T, c->d, true);
     if (dpl_model_layer_is_moe(c, (size_t)layer)) {
         const dpl_moe_weights weights = moe_weights(m, layer);
-        dpl_moe_backward(m->ctx, &m->moe, &weights, n, aux, &saved->moe, dx, dn);
+        const dpl_status status = dpl_moe_backward(m->ctx, &m->moe, &weights, n, aux, &saved->moe,
+                                                   dx, dn);
+        if (status != DPL_OK) return dpl_fail_in(status, "layer %d, backward", layer);
     } else {
         const dpl_mlp mlp = dense_mlp(m, layer, saved, T);
         dpl_experts_backward(m->ctx, &mlp, dx, dn, false, NULL);
@@ -134,4 +136,5 @@ void dpl_block_backward(dpl_model *m, int layer, const dpl_batch *b, const dpl_a
                       T, dx, true);
     dpl_ctx_release(m->ctx, mark);
     dpl_mla_backward(m, layer, b, saved, dx);
+    return DPL_OK;
 }

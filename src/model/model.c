@@ -353,14 +353,14 @@ static dpl_status mtp_forward(pass *p, size_t k, dpl_loss_sums *sums) {
 }
 
 // dy: gradient of y on entry.
-static void mtp_backward(pass *p, size_t k, dpl_mat dy) {
+static dpl_status mtp_backward(pass *p, size_t k, dpl_mat dy) {
     dpl_model *m = p->m;
     const depth *from = &p->depths[k - 1], *d = &p->depths[k];
     const size_t D = m->config.d, T = dpl_batch_tokens(&d->batch), S = d->batch.n_seq;
     const dpl_mat djoined = dpl_act_alloc(m, T, 2 * D, true), right = dpl_mat_at(djoined, 0, D),
                   dx = dpl_act_alloc(m, T, D, true);
     dpl_probe_mat(m, "dhidden", d->layer, &d->batch, dy, D);
-    dpl_block_backward(m, d->layer, &d->batch, &d->aux, &d->block, dy);
+    DPL_TRY(dpl_block_backward(m, d->layer, &d->batch, &d->aux, &d->block, dy));
     dpl_linear_backward(m, d->layer, DPL_P_MTP_PROJ, dy, d->joined, T, djoined, false);
     dpl_norm_backward(m, d->layer, DPL_P_MTP_ENORM, djoined, d->embedded, d->rstd_e, T, dx, false);
     embed_backward(m, dx, d->batch.ids, T);
@@ -369,27 +369,29 @@ static void mtp_backward(pass *p, size_t k, dpl_mat dy) {
         const dpl_mat rows = dpl_mat_at(from->dnormed, b * (S + 1), 0);
         dpl_add(m->ctx, rows, dpl_mat_at(dx, b * S, 0), S, D, rows);
     }
+    return DPL_OK;
 }
 
-static void layers_backward(dpl_model *m, const dpl_layers *l, dpl_mat dx) {
+static dpl_status layers_backward(dpl_model *m, const dpl_layers *l, dpl_mat dx) {
     for (size_t i = m->config.n_layers; i-- > 0;) {
         dpl_probe_mat(m, "dhidden", (int)i, &l->batch, dx, m->config.d);
-        dpl_block_backward(m, (int)i, &l->batch, l->aux, &l->blocks[i], dx);
+        DPL_TRY(dpl_block_backward(m, (int)i, &l->batch, l->aux, &l->blocks[i], dx));
     }
     embed_backward(m, dx, l->batch.ids, dpl_batch_tokens(&l->batch));
+    return DPL_OK;
 }
 
-static void backward(pass *p) {
+static dpl_status backward(pass *p) {
     dpl_model *m = p->m;
     for (size_t k = p->n_mtp + 1; k-- > 0;) {
         const depth *d = &p->depths[k];
         const size_t T = dpl_batch_tokens(&d->batch), mark = dpl_ctx_mark(m->ctx);
         const dpl_mat dy = dpl_act_alloc(m, T, m->config.d, true);
         dpl_norm_backward(m, d->layer, d->norm, d->dnormed, d->y, d->rstd, T, dy, false);
-        if (k) mtp_backward(p, k, dy);
-        else layers_backward(m, &p->layers, dy);
+        DPL_TRY(k ? mtp_backward(p, k, dy) : layers_backward(m, &p->layers, dy));
         dpl_ctx_release(m->ctx, mark);
     }
+    return DPL_OK;
 }
 
 static dpl_status read_sums(const pass *p, dpl_loss_sums *sums) {
@@ -439,7 +441,7 @@ static dpl_status run_pass(pass *p, dpl_loss_sums *sums) {
     head_forward(p, 0);
     for (size_t k = 1; k <= p->n_mtp; k++) DPL_TRY(mtp_forward(p, k, sums));
     DPL_TRY(read_sums(p, sums));
-    if (p->train) backward(p);
+    if (p->train) DPL_TRY(backward(p));
     if (p->train) dpl_model_settle_grads(m);
     return DPL_OK;
 }

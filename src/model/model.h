@@ -143,7 +143,7 @@ typedef void (*dpl_probe_fn)(void *arg, const char *name, bool is_int, int rank,
 typedef struct dpl_model dpl_model;
 struct dpl_model {
     dpl_ctx *ctx;
-    dpl_comm *comm;
+    dpl_ep_ranks ranks; // of the experts
     dpl_model_config config;
     dpl_dtype dtype;   // of compute: F32, or BF16 over fp32 masters
     dpl_moe_shape moe; // of every MoE layer

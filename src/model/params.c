@@ -180,7 +180,7 @@ dpl_status dpl_model_create(dpl_ctx *ctx, const dpl_model_config *config, dpl_dt
     // clang-format on
     const size_t shared_f = config->moe_f * config->n_shared;
     m->moe = (dpl_moe_shape){config->d, config->moe_f, shared_f, rule, dtype};
-    dpl_status status = dpl_comm_open("self", NULL, &m->comm);
+    dpl_status status = dpl_ep_ranks_open(ctx, NULL, config->n_experts, NULL, 0, &m->ranks);
     if (status == DPL_OK) status = build(m);
     if (status == DPL_OK) *model_out = m;
     else dpl_model_close(&m);
@@ -191,7 +191,7 @@ void dpl_model_close(dpl_model **model) {
     if (!model || !*model) return;
     dpl_model *m = *model;
     dpl_ctx_wait(m->ctx);
-    dpl_comm_close(&m->comm);
+    dpl_ep_ranks_close(&m->ranks);
     void *blocks[] = {m->by_id,         m->params.list, m->router_bias, m->counts, m->disk,
                       m->params.master, m->params.grad, m->params.copy, m->cos,    m};
     for (size_t i = 0; i < DPL_COUNT(blocks); i++) dpl_free(blocks[i]);

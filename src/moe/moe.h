@@ -5,7 +5,7 @@
 // forward and backward calls of any layers may interleave.
 #pragma once
 
-#include "comm/comm.h"
+#include "comm/window.h"
 #include "cpu/ops.h"
 
 typedef struct dpl_moe_shape {
@@ -36,14 +36,36 @@ typedef struct dpl_moe_report {
     int64_t offsets[]; // (EL + 1), of the experts' rows
 } dpl_moe_report;
 
-// The expert-parallel exchange of one call.
+// The ranks over which experts are spread, each of which has some in a row. Rows that ranks write
+// into each other's memory, or read there, are blocks of the window.
+typedef struct dpl_ep_ranks {
+    dpl_comm *comm;
+    dpl_window *window; // NULL with one rank
+    size_t n_experts;
+    size_t *first;  // (R + 1): rank r has the experts first[r] .. first[r+1]-1
+    size_t n_hosts; // whose ranks have memory in common
+    int *host;      // (R): number of its host
+} dpl_ep_ranks;
+
+// The expert-parallel exchange of one call. Arrays are host memory unless they say otherwise.
 typedef struct dpl_ep {
-    size_t n_tokens, top_k, n_local;
-    size_t n_rows;          // N: rows received, host
-    int32_t *slot_row;      // (T*K): row of a slot, -1 skipped
-    int32_t *row_slot;      // (N)
-    int64_t *counts;        // (E) host: tokens of this rank that chose each expert
+    const dpl_ep_ranks *ranks;
+    size_t n_tokens, top_k, n_experts, n_local;
+    size_t n_rows;          // N: rows received
+    int32_t *slot_row;      // (T*K), device: row of a slot among those of this rank, -1 skipped
+    int32_t *row_slot;      // (T*K), device: and back
+    int64_t *counts;        // (E): tokens of this rank that chose each expert
     dpl_moe_report *report; // device
+    int64_t *offsets;       // (EL + 1), device: of the rows received
+    // With more ranks than one:
+    const int32_t *ids; // (T*K), device
+    dpl_place *place;   // (E), device: where the rows of this rank go
+    // With more hosts than one (remote.c):
+    int64_t *all;          // (R, E): counts of all ranks
+    int64_t *n_unique;     // (R, H): tokens of each rank that go to each host
+    int32_t *unique_token; // (sum of this rank's n_unique), device: which, host by host
+    int32_t *row_unique;   // (T*K), device: which of those of its host a sorted row is
+    int64_t *sorted;       // (E + 1): sorted rows of this rank
 } dpl_ep;
 
 // A gated MLP on N rows: the experts; with one group and no row weights a shared expert, a dense
@@ -64,6 +86,7 @@ typedef struct dpl_moe_saved {
     float *weights;        // (T, K)
     dpl_ep ep;
     dpl_mlp experts, shared; // blocks kept by forward, each with what it was called with
+    void *rows;              // with more ranks than one: the block of the window that experts.x is
     double aux[2];           // balance loss and router z-loss, host, weighted
 } dpl_moe_saved;
 
@@ -86,24 +109,60 @@ dpl_mat dpl_moe_mat(dpl_ctx *ctx, dpl_moe_memory *memory, size_t n_rows, size_t 
 dpl_status dpl_ep_check_slots(size_t n_tokens, size_t top_k);
 // DPL_EINVAL names the token of an id that is out of range or chosen twice. ids: (T, K), host.
 dpl_status dpl_ep_check_ids(const int32_t *ids, size_t n_tokens, size_t top_k, size_t n_experts);
-// All of a call but its ids; agreed. DPL_ENOSUP: more ranks than one.
-dpl_status dpl_ep_check(dpl_comm *comm, const dpl_moe_shape *shape, size_t n_tokens);
-dpl_ep dpl_ep_alloc(dpl_ctx *ctx, dpl_moe_memory *memory, const dpl_moe_shape *shape,
+dpl_ep dpl_ep_alloc(dpl_ctx *ctx, dpl_moe_memory *memory, const dpl_ep_ranks *ranks, size_t top_k,
                     size_t n_tokens);
 // ids (T, K), distinct within a token: submits the permutation, reads the report back (the one
-// read-back of a layer), agrees on errors, exchanges the counts. aux_out NULL: no router has run.
-dpl_status dpl_ep_prepare(dpl_ctx *ctx, dpl_comm *comm, const int32_t *ids, dpl_ep *ep,
-                          double aux_out[2]);
+// read-back of a layer), agrees on errors, exchanges the counts. `mine`: what this rank has found
+// so far. aux_out NULL: no router has run. Collective.
+dpl_status dpl_moe_prepare(dpl_ctx *ctx, const int32_t *ids, dpl_status mine, dpl_ep *ep,
+                           double aux_out[2]);
+
+/* ---- ranks.c ---- */
+// comm NULL: one rank. n_local (R): how many experts each rank has; NULL: as equal as can be.
+// Ranks of one machine whose `island` is the same are one host; below 0 each is one by itself.
+// Collective. `ranks` is zero before, and closed by the caller after a failure.
+dpl_status dpl_ep_ranks_open(dpl_ctx *ctx, dpl_comm *comm, size_t n_experts, const size_t *n_local,
+                             int island, dpl_ep_ranks *ranks);
+void dpl_ep_ranks_close(dpl_ep_ranks *ranks);
+static inline bool dpl_ep_is_spread(const dpl_ep_ranks *ranks) {
+    return ranks->comm->n_ranks > 1;
+}
+static inline size_t dpl_ep_local_experts(const dpl_ep_ranks *ranks) {
+    return ranks->first[ranks->comm->rank + 1] - ranks->first[ranks->comm->rank];
+}
+// N rows of the window with a number for each behind them. DPL_ENOMEM.
+dpl_status dpl_ep_rows_alloc(const dpl_ep *ep, size_t d, dpl_dtype dtype, dpl_mat *rows_out,
+                             float **values_out);
+void dpl_ep_rows_free(const dpl_ep *ep, void *rows);
+void dpl_ep_forget(const dpl_ep_ranks *ranks); // frees all blocks of the window
+
+/* ---- remote.c: rows between hosts ---- */
+// What this rank sends to other hosts: fills its n_unique (H) and the two lists. ids: (T, K), host.
+void dpl_remote_plan(dpl_ctx *ctx, const int32_t *ids, dpl_ep *ep, int64_t *n_unique);
+// Rows and numbers of tokens, as dispatch has them, to the experts of other hosts.
+dpl_status dpl_remote_dispatch(dpl_ctx *ctx, const dpl_ep *ep, dpl_mat x, const float *weights,
+                               size_t d, const dpl_spread *local);
+// Brings the rows that the experts of other hosts have for this rank, into the arena: `spread` has
+// them beside those of this host after it.
+dpl_status dpl_remote_fetch(dpl_ctx *ctx, const dpl_ep *ep, size_t d, bool values,
+                            dpl_spread *spread);
 
 /* ---- dispatch.c, combine.c: each is the gradient of the other ---- */
+// Collective; `mine` as above; what a peer found is returned by all. With more ranks than one, rows
+// and numbers are those of a block that dpl_ep_rows_alloc() gave.
+//
 // rows (N, D) = those of their tokens, d 0: not wanted; row_weight (N) = weights of their slots,
 // NULL: not wanted.
-void dpl_ep_dispatch(dpl_ctx *ctx, const dpl_ep *ep, dpl_mat x, const float *weights, size_t d,
-                     dpl_mat rows, float *row_weight);
+dpl_status dpl_moe_dispatch(dpl_ctx *ctx, const dpl_ep *ep, dpl_status mine, dpl_mat x,
+                            const float *weights, size_t d, dpl_mat rows, float *row_weight);
 // y (T, D) = the sum of the K rows of a token in slot order, or += with accumulate (y F32).
 // slot_value (T, K) = row_value (N) of their rows, 0 where skipped. NULL: not wanted.
-void dpl_ep_combine(dpl_ctx *ctx, const dpl_ep *ep, dpl_mat rows, const float *row_value, size_t d,
-                    bool accumulate, dpl_mat y, float *slot_value);
+dpl_status dpl_moe_combine(dpl_ctx *ctx, const dpl_ep *ep, dpl_mat rows, const float *row_value,
+                           size_t d, bool accumulate, dpl_mat y, float *slot_value);
+// The memory of the rows and numbers of the ranks of this host (others: NULL), from the arena: all
+// ranks are there.
+dpl_status dpl_ep_meet(dpl_ctx *ctx, const dpl_ep *ep, dpl_status mine, dpl_mat rows,
+                       const float *values, dpl_spread *spread_out);
 
 /* ---- experts.c ---- */
 void dpl_experts_forward(dpl_ctx *ctx, const dpl_mlp *mlp, dpl_mat y);
@@ -113,14 +172,15 @@ void dpl_experts_backward(dpl_ctx *ctx, const dpl_mlp *mlp, dpl_mat dy, dpl_mat 
                           float *drow_weight);
 
 /* ---- layer.c: the whole path, shared expert included ---- */
-// Bytes of memory that are enough for any routing of n_tokens.
+// Bytes of memory that are enough for any routing of n_tokens, with one rank.
 size_t dpl_moe_saved_bytes(const dpl_moe_shape *shape, size_t n_tokens);
 // y (T, D) = routed + shared. The blocks of `saved` come from `memory`.
-dpl_status dpl_moe_forward_in(dpl_ctx *ctx, dpl_comm *comm, const dpl_moe_shape *shape,
+dpl_status dpl_moe_forward_in(dpl_ctx *ctx, const dpl_ep_ranks *ranks, const dpl_moe_shape *shape,
                               const dpl_moe_weights *weights, dpl_mat x, size_t n_tokens,
                               const int32_t *segment, const dpl_aux *aux, dpl_moe_memory *memory,
                               dpl_moe_saved *saved_out, dpl_mat y);
 // dx (T, D) F32, written. dy is read only.
-void dpl_moe_backward(dpl_ctx *ctx, const dpl_moe_shape *shape, const dpl_moe_weights *weights,
-                      dpl_mat x, const dpl_aux *aux, const dpl_moe_saved *saved, dpl_mat dy,
-                      dpl_mat dx);
+dpl_status dpl_moe_backward(dpl_ctx *ctx, const dpl_moe_shape *shape,
+                            const dpl_moe_weights *weights, dpl_mat x, const dpl_aux *aux,
+                            const dpl_moe_saved *saved, dpl_mat dy, dpl_mat dx);
+void dpl_moe_forget(dpl_moe_saved *saved); // the rows that it has in the window

@@ -1,7 +1,7 @@
 // router.c - step 1 of the layer: logits in fp32, choice of experts, weights, auxiliary losses.
 //
 // Nothing is read back here: what the host must know (was a logit not finite, the losses) goes
-// into the report that dpl_ep_prepare() reads together with the counts.
+// into the report that dpl_moe_prepare() reads together with the counts.
 #include "moe/moe.h"
 
 void dpl_router_forward(dpl_ctx *ctx, const dpl_moe_shape *shape, const dpl_moe_weights *weights,

@@ -1,0 +1,283 @@
+// mpi.c - the transport of processes that an MPI launcher has started: a module of its own for each
+// MPI there is (module.h).
+//
+// Blocks are messages from rank to rank, large ones in pieces; an empty block is no message. MPI is
+// called with the world's lock held only, so that its level SERIALIZED is enough. A rank that gives
+// up tells the others through a receive that each of them has posted from the start.
+#include <mpi.h>
+#include <sched.h>
+#include <stdio.h>
+#include <unistd.h>
+
+#include "comm/module.h"
+
+#define PIECE_BYTES ((size_t)1 << 30) // counts of MPI are ints
+#define TAGS        32768             // that every MPI has
+#define SPINS       1000
+#define LINGER_S    0.3 // so that the others can say why before a launcher ends them
+
+static const dpl_comm_host *host;
+
+typedef struct mpi_world {
+    MPI_Comm control;
+    MPI_Request abort_request;
+    char abort_text[512];
+    bool owns; // MPI was started here
+    bool spins;
+} mpi_world;
+
+typedef struct mpi_op {
+    MPI_Request *requests;
+    int *ranks; // whose block a request receives, -1: a send
+    int *ready; // scratch of MPI_Testsome
+    int n, n_max, n_left;
+} mpi_op;
+
+// After an error MPI is not to be relied on.
+static bool good(dpl_world *world, int code, const char *what) {
+    if (code == MPI_SUCCESS) return true;
+    char text[MPI_MAX_ERROR_STRING];
+    int length = 0;
+    if (MPI_Error_string(code, text, &length) != MPI_SUCCESS) length = 0;
+    host->world_fail(world, DPL_ECOMM, "rank %d: MPI: %s: %.*s", world->rank, what, length, text);
+    return false;
+}
+
+static MPI_Comm handle_of(const dpl_comm *comm) {
+    return *(MPI_Comm *)comm->state;
+}
+
+/* ---- exchanges ---- */
+static size_t n_pieces(size_t bytes) {
+    return (bytes + PIECE_BYTES - 1) / PIECE_BYTES;
+}
+
+static void free_op(dpl_op *op) {
+    mpi_op *m = op->state;
+    if (!m) return;
+    host->free(m->requests);
+    host->free(m->ranks);
+    host->free(m->ready);
+    host->free(m);
+    op->state = NULL;
+}
+
+static bool make_room(dpl_comm *comm, dpl_op *op) {
+    mpi_op *m = op->state;
+    size_t n = 0;
+    for (int r = 0; r < comm->n_ranks; r++)
+        if (r != comm->rank) n += n_pieces(op->send.bytes[r]) + n_pieces(op->receive.bytes[r]);
+    if (m && n <= (size_t)m->n_max) return true;
+    free_op(op);
+    if (!(op->state = m = host->alloc(sizeof *m))) return false;
+    m->n_max = (int)n + 2 * comm->n_ranks;
+    m->requests = host->alloc((size_t)m->n_max * sizeof *m->requests);
+    m->ranks = host->alloc((size_t)m->n_max * sizeof *m->ranks);
+    m->ready = host->alloc((size_t)m->n_max * sizeof *m->ready);
+    return m->requests && m->ranks && m->ready;
+}
+
+static void start_block(dpl_comm *comm, dpl_op *op, int rank, bool receives) {
+    mpi_op *m = op->state;
+    const dpl_blocks *b = receives ? &op->receive : &op->send;
+    char *p = (char *)b->p + b->offset[rank];
+    const int tag = (int)(op->id % TAGS);
+    for (size_t left = b->bytes[rank]; left > 0 && comm->world->failed == DPL_OK;) {
+        const size_t n = DPL_MIN(left, PIECE_BYTES);
+        MPI_Request *request = &m->requests[m->n];
+        const int code = receives
+                             ? MPI_Irecv(p, (int)n, MPI_BYTE, rank, tag, handle_of(comm), request)
+                             : MPI_Isend(p, (int)n, MPI_BYTE, rank, tag, handle_of(comm), request);
+        if (!good(comm->world, code, receives ? "MPI_Irecv" : "MPI_Isend")) return;
+        m->ranks[m->n++] = receives ? rank : -1;
+        p += n;
+        left -= n;
+    }
+}
+
+static void start(dpl_comm *comm, dpl_op *op) {
+    if (!make_room(comm, op)) {
+        host->world_fail(comm->world, DPL_ENOMEM, "rank %d: no memory for an exchange",
+                         comm->world->rank);
+        comm->world->ops->abort(comm->world, DPL_ENOMEM, comm->world->why);
+        return;
+    }
+    mpi_op *m = op->state;
+    m->n = 0;
+    // Each starts with its neighbour, so that not all send to the same rank at once.
+    for (int i = 1; i < comm->n_ranks; i++)
+        start_block(comm, op, (comm->rank + comm->n_ranks - i) % comm->n_ranks, true);
+    for (int i = 1; i < comm->n_ranks; i++)
+        start_block(comm, op, (comm->rank + i) % comm->n_ranks, false);
+    m->n_left = m->n;
+    op->done = m->n == 0;
+}
+
+static void advance(dpl_comm *comm, dpl_op *op) {
+    mpi_op *m = op->state;
+    int n_ready = 0;
+    const int code = MPI_Testsome(m->n, m->requests, &n_ready, m->ready, MPI_STATUSES_IGNORE);
+    if (!good(comm->world, code, "MPI_Testsome")) {
+        comm->world->ops->abort(comm->world, DPL_ECOMM, comm->world->why);
+        return;
+    }
+    if (n_ready == MPI_UNDEFINED) n_ready = m->n_left; // there is no request left
+    for (int i = 0; i < n_ready && m->n_left > n_ready; i++)
+        if (m->ranks[m->ready[i]] >= 0) op->heard[m->ranks[m->ready[i]]] = true;
+    m->n_left -= n_ready;
+    if (n_ready > 0) comm->world->heard_s = host->now();
+    op->done = m->n_left == 0;
+}
+
+static void withdraw(dpl_comm *comm, dpl_op *op) {
+    (void)comm;
+    mpi_op *m = op->state;
+    for (int i = 0; m && i < m->n; i++) {
+        if (m->requests[i] == MPI_REQUEST_NULL) continue;
+        if (m->ranks[i] >= 0) MPI_Cancel(&m->requests[i]);
+        MPI_Request_free(&m->requests[i]);
+    }
+}
+
+/* ---- waiting ---- */
+static uint32_t look(dpl_world *world) {
+    mpi_world *w = world->state;
+    int there = 0;
+    if (world->failed == DPL_OK &&
+        good(world, MPI_Test(&w->abort_request, &there, MPI_STATUS_IGNORE), "MPI_Test") && there)
+        host->world_fail(world, DPL_ECOMM, "%.500s", w->abort_text);
+    return 0;
+}
+
+static void rest(dpl_world *world, uint32_t seen, unsigned n_rests) {
+    (void)seen;
+    const mpi_world *w = world->state;
+    if (w->spins && n_rests < SPINS) return;
+    if (n_rests < 2 * SPINS) sched_yield();
+    else usleep(50);
+}
+
+static void abort_all(dpl_world *world, dpl_status status, const char *why) {
+    (void)status;
+    const mpi_world *w = world->state;
+    static char text[512]; // messages may be under way until the process ends
+    snprintf(text, sizeof text, "%s", why);
+    MPI_Request *requests = host->alloc((size_t)world->n_ranks * sizeof *requests);
+    int n = 0, done = 0;
+    for (int r = 0; requests && r < world->n_ranks; r++)
+        if (r != world->rank &&
+            MPI_Isend(text, sizeof text, MPI_BYTE, r, 0, w->control, &requests[n]) == MPI_SUCCESS)
+            n++;
+    // A rank that is stopped does not take its message: the others are given a moment only.
+    for (const double end = host->now() + LINGER_S; n > 0 && !done && host->now() < end;)
+        if (MPI_Testall(n, requests, &done, MPI_STATUSES_IGNORE) != MPI_SUCCESS) break;
+}
+
+/* ---- communicators ---- */
+static MPI_Comm *new_handle(MPI_Comm comm) {
+    MPI_Comm *handle = host->alloc(sizeof *handle);
+    if (!handle) return NULL;
+    *handle = comm;
+    MPI_Comm_set_errhandler(comm, MPI_ERRORS_RETURN);
+    return handle;
+}
+
+static dpl_status split(dpl_comm *parent, dpl_comm *child) {
+    MPI_Comm comm;
+    pthread_mutex_lock(&parent->world->lock);
+    const int color = child ? child->members[0] : MPI_UNDEFINED;
+    const int code = MPI_Comm_split(handle_of(parent), color, parent->rank, &comm);
+    if (code == MPI_SUCCESS && child) child->state = new_handle(comm);
+    pthread_mutex_unlock(&parent->world->lock);
+    if (code != MPI_SUCCESS) return host->fail(DPL_ECOMM, "MPI_Comm_split failed");
+    if (child && !child->state) return host->fail(DPL_ENOMEM, "no memory for a communicator");
+    return DPL_OK;
+}
+
+static void close_comm(dpl_comm *comm) {
+    MPI_Comm *handle = comm->state;
+    if (handle && comm->world->failed == DPL_OK) MPI_Comm_free(handle);
+    host->free(handle);
+}
+
+// Ending MPI is a meeting of all ranks: after a failure somebody may be missing.
+static void leave(dpl_world *world) {
+    mpi_world *w = world->state;
+    if (world->failed == DPL_OK) {
+        MPI_Cancel(&w->abort_request);
+        MPI_Request_free(&w->abort_request);
+        MPI_Comm_free(&w->control);
+        if (w->owns) MPI_Finalize();
+        host->free(w);
+    } else {
+        usleep((useconds_t)(1e6 * LINGER_S));
+    }
+}
+
+static const dpl_comm_ops mpi = {
+    .name = "mpi",
+    .split = split,
+    .close = close_comm,
+    .start = start,
+    .advance = advance,
+    .withdraw = withdraw,
+    .free_op = free_op,
+    .look = look,
+    .rest = rest,
+    .abort = abort_all,
+    .leave = leave,
+};
+
+/* ---- opening ---- */
+// Ranks of this machine that would share a processor do not spin.
+static bool has_processors(void) {
+    MPI_Comm shared;
+    int n = 1;
+    if (MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &shared))
+        return false;
+    MPI_Comm_size(shared, &n);
+    MPI_Comm_free(&shared);
+    return n <= sysconf(_SC_NPROCESSORS_ONLN);
+}
+
+static dpl_status start_mpi(bool *owns_out) {
+    int is_started = 0, is_over = 0, level = MPI_THREAD_SINGLE;
+    MPI_Finalized(&is_over);
+    if (is_over) return host->fail(DPL_ECOMM, "MPI has ended in this process");
+    MPI_Initialized(&is_started);
+    if (!is_started && MPI_Init_thread(NULL, NULL, MPI_THREAD_SERIALIZED, &level) != MPI_SUCCESS)
+        return host->fail(DPL_ECOMM, "MPI_Init_thread failed");
+    *owns_out = !is_started;
+    return DPL_OK;
+}
+
+__attribute__((visibility("default"))) dpl_status dpl_comm_module_open(const dpl_comm_host *from,
+                                                                       dpl_comm **comm_out);
+
+dpl_status dpl_comm_module_open(const dpl_comm_host *from, dpl_comm **comm_out) {
+    host = from;
+    if (host->version != DPL_COMM_MODULE_VERSION)
+        return host->fail(DPL_ENOSUP, "module of version %d, library of version %d",
+                          DPL_COMM_MODULE_VERSION, host->version);
+    mpi_world *w = host->alloc(sizeof *w);
+    if (!w) return host->fail(DPL_ENOMEM, "no memory for a communicator");
+    dpl_status status = start_mpi(&w->owns);
+    MPI_Comm all;
+    int rank = 0, n_ranks = 1;
+    if (status == DPL_OK && (MPI_Comm_dup(MPI_COMM_WORLD, &all) != MPI_SUCCESS ||
+                             MPI_Comm_dup(MPI_COMM_WORLD, &w->control) != MPI_SUCCESS))
+        status = host->fail(DPL_ECOMM, "MPI_Comm_dup failed");
+    MPI_Comm *handle = status == DPL_OK ? new_handle(all) : NULL;
+    if (status == DPL_OK && !handle) status = host->fail(DPL_ENOMEM, "no memory");
+    if (status != DPL_OK) {
+        host->free(w);
+        return status;
+    }
+    MPI_Comm_rank(all, &rank);
+    MPI_Comm_size(all, &n_ranks);
+    MPI_Comm_set_errhandler(w->control, MPI_ERRORS_RETURN);
+    w->spins = has_processors();
+    MPI_Irecv(w->abort_text, sizeof w->abort_text, MPI_BYTE, MPI_ANY_SOURCE, 0, w->control,
+              &w->abort_request);
+    return host->world_open(&mpi, rank, n_ranks, w, handle, comm_out);
+}

@@ -1,0 +1,216 @@
+// threads.c - the transport of ranks that are threads of one process.
+//
+// A rank posts what it sends; each peer copies its block out of the sender's memory itself, as soon
+// as it has started the same exchange, and counts down. An exchange is done when this rank has all
+// blocks and the others have taken its own. Who has nothing to do watches one counter of events,
+// first spinning, then asleep.
+#include "comm/comm.h"
+
+#define SPINS 2000 // about 50 us: longer than ranks that run side by side are apart
+
+typedef struct hub { // of all ranks
+    _Atomic uint32_t n_events;
+    atomic_int n_asleep, n_refs;
+    bool spins; // every rank can have a processor
+    atomic_bool failed;
+    pthread_mutex_t lock; // of `why`
+    char why[512];
+} hub;
+
+// What a rank has started, for the others to fetch.
+typedef struct posted {
+    _Alignas(DPL_ALIGN) _Atomic uint64_t id; // 0: nothing, or withdrawn
+    atomic_int n_untaken, n_readers;
+    const dpl_op *op;
+} posted;
+
+typedef struct group { // of a communicator
+    atomic_int n_refs;
+    posted at[]; // (R, DPL_OPS_MAX)
+} group;
+
+static posted *post_of(const dpl_comm *comm, int rank, uint64_t id) {
+    group *g = comm->state;
+    return &g->at[(size_t)rank * DPL_OPS_MAX + id % DPL_OPS_MAX];
+}
+
+static void tell(hub *h) {
+    atomic_fetch_add(&h->n_events, 1);
+    if (atomic_load(&h->n_asleep) > 0) dpl_futex_wake(&h->n_events, INT32_MAX);
+}
+
+static group *alloc_group(int n_ranks) {
+    group *g = dpl_alloc(sizeof *g + (size_t)n_ranks * DPL_OPS_MAX * sizeof(posted));
+    if (g) atomic_store(&g->n_refs, n_ranks);
+    return g;
+}
+
+/* ---- exchanges ---- */
+static void start(dpl_comm *comm, dpl_op *op) {
+    posted *mine = post_of(comm, comm->rank, op->id);
+    int n = 0;
+    for (int r = 0; r < comm->n_ranks; r++) n += r != comm->rank && op->send.bytes[r] > 0;
+    atomic_store(&mine->n_untaken, n);
+    mine->op = op;
+    atomic_store(&mine->id, op->id);
+    tell(comm->world->state);
+}
+
+// Copies the block that `rank` sends to this one. False: there is none yet.
+static bool take(dpl_comm *comm, const dpl_op *op, int rank) {
+    posted *theirs = post_of(comm, rank, op->id);
+    const size_t from = (size_t)rank, me = (size_t)comm->rank;
+    if (atomic_load(&theirs->id) != op->id) return false;
+    // Either this sees that it was withdrawn, or who withdraws it sees this reader.
+    atomic_fetch_add(&theirs->n_readers, 1);
+    const bool there = atomic_load(&theirs->id) == op->id;
+    if (there) {
+        const dpl_blocks *send = &theirs->op->send;
+        if (send->bytes[me] != op->receive.bytes[from])
+            dpl_world_fail(comm->world, DPL_EINVAL,
+                           "threads: rank %d sends %zu bytes to rank %d, which expects %zu",
+                           comm->members[rank], send->bytes[me], comm->members[comm->rank],
+                           op->receive.bytes[from]);
+        else
+            memcpy((uint8_t *)op->receive.p + op->receive.offset[from],
+                   (const uint8_t *)send->p + send->offset[me], send->bytes[me]);
+        atomic_fetch_sub(&theirs->n_untaken, 1);
+    }
+    atomic_fetch_sub(&theirs->n_readers, 1);
+    return there;
+}
+
+static void advance(dpl_comm *comm, dpl_op *op) {
+    const int R = comm->n_ranks;
+    const size_t n_before = op->n_due;
+    for (int i = 1; i < R && op->n_due > 0; i++) {
+        const int rank = (comm->rank + i) % R;
+        if (op->heard[rank] || !take(comm, op, rank)) continue;
+        op->heard[rank] = true;
+        op->n_due--;
+    }
+    if (op->n_due < n_before) {
+        comm->world->heard_s = dpl_now();
+        tell(comm->world->state);
+    }
+    op->done = op->n_due == 0 && atomic_load(&post_of(comm, comm->rank, op->id)->n_untaken) == 0;
+    if (comm->world->failed != DPL_OK)
+        comm->world->ops->abort(comm->world, comm->world->failed, comm->world->why);
+}
+
+static void withdraw(dpl_comm *comm, dpl_op *op) {
+    posted *mine = post_of(comm, comm->rank, op->id);
+    atomic_store(&mine->id, 0);
+    while (atomic_load(&mine->n_readers) > 0) dpl_relax();
+}
+
+static void free_op(dpl_op *op) {
+    (void)op;
+}
+
+/* ---- waiting ---- */
+static uint32_t look(dpl_world *world) {
+    hub *h = world->state;
+    const uint32_t n_events = atomic_load(&h->n_events);
+    if (atomic_load(&h->failed) && world->failed == DPL_OK) {
+        pthread_mutex_lock(&h->lock);
+        dpl_world_fail(world, DPL_ECOMM, "%s", h->why);
+        pthread_mutex_unlock(&h->lock);
+    }
+    return n_events;
+}
+
+static void rest(dpl_world *world, uint32_t seen, unsigned n_rests) {
+    hub *h = world->state;
+    if (h->spins && n_rests < SPINS) {
+        dpl_relax();
+        return;
+    }
+    atomic_fetch_add(&h->n_asleep, 1);
+    dpl_futex_wait(&h->n_events, seen, 10e-3);
+    atomic_fetch_sub(&h->n_asleep, 1);
+}
+
+static void abort_all(dpl_world *world, dpl_status status, const char *why) {
+    (void)status;
+    hub *h = world->state;
+    pthread_mutex_lock(&h->lock);
+    if (!atomic_load(&h->failed)) memcpy(h->why, why, strnlen(why, sizeof h->why - 1));
+    atomic_store(&h->failed, true);
+    pthread_mutex_unlock(&h->lock);
+    tell(h);
+}
+
+/* ---- communicators ---- */
+// The first rank of each new communicator makes what its ranks share.
+static dpl_status split(dpl_comm *parent, dpl_comm *child) {
+    const size_t R = (size_t)parent->n_ranks;
+    group *mine = child && child->rank == 0 ? alloc_group(child->n_ranks) : NULL;
+    dpl_status status = DPL_OK;
+    if (child && child->rank == 0 && !mine)
+        status = dpl_fail(DPL_ENOMEM, "no memory for %d ranks", child->n_ranks);
+    group **all = dpl_alloc_array(R, sizeof *all);
+    if (!all) status = dpl_fail(DPL_ENOMEM, "no memory for %zu ranks", R);
+    status = dpl_comm_agree(parent, status);
+    if (status == DPL_OK) status = dpl_comm_gather_now(parent, &mine, sizeof mine, all);
+    for (size_t r = 0; status == DPL_OK && child && r < R; r++)
+        if (parent->members[r] == child->members[0]) child->state = all[r];
+    if (status != DPL_OK) dpl_free(mine);
+    dpl_free(all);
+    return status;
+}
+
+static void close_comm(dpl_comm *comm) {
+    group *g = comm->state;
+    if (g && atomic_fetch_sub(&g->n_refs, 1) == 1) dpl_free(g);
+}
+
+static void leave_hub(hub *h, int n_ranks) {
+    if (atomic_fetch_sub(&h->n_refs, n_ranks) != n_ranks) return;
+    pthread_mutex_destroy(&h->lock);
+    dpl_free(h);
+}
+
+static void leave(dpl_world *world) {
+    leave_hub(world->state, 1);
+}
+
+static const dpl_comm_ops threads = {
+    .name = "threads",
+    .split = split,
+    .close = close_comm,
+    .start = start,
+    .advance = advance,
+    .withdraw = withdraw,
+    .free_op = free_op,
+    .look = look,
+    .rest = rest,
+    .abort = abort_all,
+    .leave = leave,
+};
+
+dpl_status dpl_comm_open_threads(int n_ranks, dpl_comm **comms_out) {
+    DPL_NEED(comms_out);
+    DPL_CHECK(n_ranks >= 1 && n_ranks <= DPL_RANKS_MAX, "%d ranks, expected 1 to %d", n_ranks,
+              DPL_RANKS_MAX);
+    hub *h = dpl_alloc(sizeof *h);
+    group *g = h ? alloc_group(n_ranks) : NULL;
+    if (!g) {
+        dpl_free(h);
+        return dpl_fail(DPL_ENOMEM, "no memory for %d ranks", n_ranks);
+    }
+    atomic_store(&h->n_refs, n_ranks);
+    h->spins = n_ranks <= dpl_cpus_allowed();
+    pthread_mutex_init(&h->lock, NULL);
+    for (int r = 0; r < n_ranks; r++) {
+        const dpl_status status = dpl_world_open(&threads, r, n_ranks, h, g, &comms_out[r]);
+        if (status == DPL_OK) continue;
+        // Those that there are leave first; the rest of the references goes with this call.
+        atomic_fetch_sub(&g->n_refs, n_ranks - r);
+        for (int i = r; i > 0; i--) dpl_comm_close(&comms_out[i - 1]);
+        if (r == 0) dpl_free(g);
+        leave_hub(h, n_ranks - r);
+        return status;
+    }
+    return DPL_OK;
+}
