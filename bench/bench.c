@@ -24,6 +24,10 @@ static const struct {
      dpl_bench_run_experts},
     {"step", "CONFIG runs= warmup= step_profile=true, and all keys of a configuration",
      dpl_bench_run_step},
+    {"ep",
+     "ranks= tokens= d= experts= top_k= dtype=bf16|f32 skew=balanced|zipf|hot "
+     "memory=shared|messages threads= runs= mbytes=",
+     dpl_bench_run_ep},
     {"report", "FILE.md", dpl_bench_run_report},
 };
 
