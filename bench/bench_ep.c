@@ -197,7 +197,7 @@ static dpl_status run_threads(const ep_bench *b, size_t n) {
     for (size_t i = 0; i < n; i++) {
         ranks[i] = (rank_bench){.b = b, .comm = comms[i]};
         if (pthread_create(&threads[i], NULL, run_rank, &ranks[i])) {
-            dpl_comm_abort(comms[i], DPL_ENOMEM, "the system gives no more threads");
+            dpl_comm_abort(comms[i], "the system gives no more threads");
             for (size_t j = i; j < n; j++) dpl_comm_close(&comms[j]);
             for (size_t j = 0; j < i; j++) pthread_join(threads[j], NULL);
             return dpl_fail(DPL_ENOMEM, "the system gives no more than %zu threads", i);

@@ -93,7 +93,7 @@ typedef struct dpl_comm dpl_comm;
 
 /** Open the communicators of n_ranks threads of this process; comms_out[r] is for the thread that
  * is rank r, which closes it too. All ranks end with their own dpl_comm_close(). n_ranks: 1 to
- * 65536. Cost: creates no thread. */
+ * 4096. Cost: creates no thread. */
 DPL_API dpl_status dpl_comm_open_threads(int n_ranks, dpl_comm **comms_out);
 
 /** Open the communicator of the processes that mpirun, mpiexec or srun started together, this one
@@ -102,6 +102,13 @@ DPL_API dpl_status dpl_comm_open_threads(int n_ranks, dpl_comm **comms_out);
  * @return DPL_EINVAL no launcher started this process; DPL_ENOSUP the module of that MPI is not
  *         installed; DPL_ECOMM. Collective. */
 DPL_API dpl_status dpl_comm_open_mpi(dpl_comm **comm_out);
+
+/** The MPI whose launcher started this process, "openmpi" or "mpich"; NULL: none did. */
+DPL_API const char *dpl_comm_launcher(void);
+
+/** Trainers opened with ctx from now on are of all ranks of comm, each of which has a context of
+ * its own, with one CPU level. comm is borrowed until they are closed; NULL: of one rank again. */
+DPL_API dpl_status dpl_ctx_join(dpl_ctx *ctx, dpl_comm *comm);
 
 /** Close a communicator, after everything that was opened with it. A rank that closes while others
  * wait for it is missed by them as a dead one is: after the time-out. */
@@ -112,7 +119,8 @@ DPL_API int dpl_comm_rank(const dpl_comm *comm);
 DPL_API int dpl_comm_ranks(const dpl_comm *comm);
 
 /** Give up, with DPL_ECOMM, when nothing has come from any rank for so many seconds (first: 300)
- * while this one waits. All ranks then fail, with a message that names the silent one. */
+ * while this one waits. All ranks then fail, with a message that names the silent one. Seconds that
+ * are not above 0 change nothing. */
 DPL_API void dpl_comm_set_timeout(dpl_comm *comm, double seconds);
 
 /* ---- 3 operators of one layer -------------------------------------------------------------- */
@@ -202,9 +210,11 @@ DPL_API dpl_status dpl_moe_permute(dpl_ctx *ctx, const int32_t *ids, size_t n_to
 
 /** Tokens to the ranks of their experts and back, for any matrix of tokens: what a layer does. The
  * group is of all ranks of a communicator; rank r has n_local[r] of the experts, after those of the
- * ranks before it. All functions but close and get are collective, and an error of one rank is
- * returned by all, with its number. Deterministic: a token gets the bits that one rank would give
- * it, however experts, tokens and ranks are split, and whatever the transport. */
+ * ranks before it. All functions but close and get are collective, in the same order on all ranks,
+ * and an error of one rank is returned by all, with its number (but for a group or handle that is
+ * NULL). Without memory in the middle of an exchange a rank gives up: the others get DPL_ECOMM.
+ * Deterministic: a token gets the bits that one rank would give it, however experts, tokens and
+ * ranks are split, and whatever the transport. */
 typedef struct dpl_ep_group dpl_ep_group;
 typedef struct dpl_ep_config {
     size_t d, n_experts, top_k; /* width of a token; experts of all ranks; of a token */
@@ -213,21 +223,24 @@ typedef struct dpl_ep_config {
     bool no_shared_memory; /* send messages to ranks of this machine, too */
 } dpl_ep_config;
 
-/** Open a group; comm, and ctx, of which each rank has its own, must outlive it. comm NULL: one
- * rank. Cost: reserves addresses, four times what memory there is; memory only as rows come. */
+/** Open a group; comm, and ctx, of which each rank has its own, must outlive it and its handles.
+ * comm NULL: one rank. DPL_EINVAL too where ranks differ in config. Cost: reserves addresses, for
+ * each rank of this machine as many as it has memory, or less; memory only as rows come. */
 DPL_API dpl_status dpl_ep_group_open(dpl_ctx *ctx, dpl_comm *comm, const dpl_ep_config *config,
                                      dpl_ep_group **group_out);
 DPL_API void dpl_ep_group_close(dpl_ep_group **group);
 
-/** Where the tokens of one call go. Any number may be open, and be closed in any order. */
+/** Where the tokens of one call go. Any number may be open, and be closed in any order, also after
+ * their group: it then lives on until the last one is. */
 typedef struct dpl_ep_handle dpl_ep_handle;
 
 /** Exchange how many rows go where, and take memory for those that arrive here: exactly N, at any
  * load. A row is a token for one of its experts.
  * @param ids      (T, K): experts of each token, distinct; -1 skips the slot. T may differ from
  *                 rank to rank and be 0; T * K and N are at most 2^31 - 1.
- * @return DPL_EINVAL names the token. Cost: twice N * D elements of memory until closed; pages of a
- *         spike are given back eight calls later. */
+ * @return DPL_EINVAL names the token; DPL_ENOMEM there is none for what arrives. Cost: twice N * D
+ *         elements of memory until closed. Pages of a spike are given back when no handle has been
+ *         open eight more times. */
 DPL_API dpl_status dpl_ep_prepare(dpl_ep_group *group, const int32_t *ids, size_t n_tokens,
                                   dpl_ep_handle **handle_out);
 DPL_API void dpl_ep_handle_close(dpl_ep_handle **handle);
@@ -247,12 +260,15 @@ DPL_API dpl_status dpl_ep_get_rows(const dpl_ep_handle *handle, dpl_ep_rows *row
 /** Forward: rows = x of their tokens; then y = sum of a token's rows, in slot order, with one
  * rounding. Backward: drows = dy of their tokens; then dx (in fp32) = sum of a token's drows.
  * @param x, dy         (T, D), `ld` elements from row to row (0: D).
- * @param weights       (T, K), go along as row_weights. NULL: not wanted.
+ * @param weights       (T, K), go along as row_weights. NULL on all ranks: not wanted.
  * @param rows, drows   (N, D). Those of the handle (`rows` or `results`) are read where they are,
- *                      others are copied to `results` first.
- * @param drow_weights  (N), come back as dweights_out (T, K), 0 for skipped slots. NULL: neither.
+ *                      others are copied to `results` first, and their numbers to
+ *                      `result_weights`.
+ * @param drow_weights  (N), come back as dweights_out (T, K), 0 for skipped slots. Both NULL on all
+ *                      ranks: not wanted. An array of no numbers may always be NULL.
+ * @param y_out, dx_out (T, D). Must not overlap rows of a handle.
  * Cost: each row is copied once, there and back; between hosts a token crosses once for all its
- * experts there, and each row crosses on its way back. */
+ * experts there, and each row crosses on its way back, by way of step memory of ctx. */
 DPL_API dpl_status dpl_ep_dispatch(dpl_ep_handle *handle, const void *x, size_t ld_x,
                                    const float *weights);
 DPL_API dpl_status dpl_ep_combine(dpl_ep_handle *handle, const void *rows, void *y_out,

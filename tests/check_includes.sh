@@ -9,7 +9,7 @@ cd "${1:-$(dirname "$0")/..}"
 max_function_lines=90
 max_kernel_lines=150 # Kernels are long because they are unrolled, not because they decide much.
 max_line=100
-max_total_lines=17000 # a newcomer is to be able to read it all
+max_total_lines=18000 # a newcomer is to be able to read it all
 
 declare -A may_include=(
     [base]="base"
@@ -79,13 +79,14 @@ mapfile -t sources < <(files src)
 mapfile -t product < <(files src include tools)
 mapfile -t code < <(files src include tools bench tests examples)
 mapfile -t plain < <(files src include tools bench examples | grep -v '^src/cpu/kernels_' || true)
-mapfile -t no_comm < <(files src include tools bench examples tests | grep -v '^src/comm/' || true)
+mapfile -t no_comm < <(files src include tools bench examples tests |
+    grep -vE '^(src/comm/mpi[.]c|bench/compare/)' || true)
 mapfile -t kernels < <(files src/cpu | grep '^src/cpu/kernels_' || true)
 
 report "intrinsics belong to src/cpu/kernels_*" < <(search \
     '[a-z]mmintrin[.]h|immintrin[.]h|x86intrin[.]h|arm_neon[.]h|(^|[^A-Za-z0-9_])_mm(256|512)?_|__m(128|256|512)|__attribute__ *[(][(] *target|GCC +target' \
     "${plain[@]}")
-report "mpi.h belongs to src/comm" < <(search '#[ ]*include[ ]*[<"]mpi[.]h' "${no_comm[@]}")
+report "mpi.h belongs to src/comm/mpi.c" < <(search '#[ ]*include[ ]*[<"]mpi[.]h' "${no_comm[@]}")
 # abort() stays allowed: it is how an assertion about our own code ends.
 report "the library must not end the process" < <(search \
     '(^|[^A-Za-z0-9_.>])(exit|_exit|_Exit|quick_exit)[ ]*[(]' "${sources[@]}")

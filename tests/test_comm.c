@@ -179,6 +179,40 @@ static void communicators_split(void **state) {
     ranks_run_all(split, NULL);
 }
 
+static void sum(dpl_comm *comm, void *arg) {
+    (void)arg;
+    static const size_t sizes[] = {0, 1, 3, 7, 64, 1001};
+    for (size_t s = 0; s < DPL_COUNT(sizes); s++) {
+        const size_t n = sizes[s];
+        float x[1001];
+        double y[1001];
+        int64_t z[1001];
+        for (size_t i = 0; i < n; i++) {
+            x[i] = (float)dpl_rng_normal(1, (uint64_t)comm->rank, i);
+            y[i] = dpl_rng_normal(2, (uint64_t)comm->rank, i);
+            z[i] = (int64_t)(comm->rank + 1) << (i % 40);
+        }
+        assert_int_equal(dpl_comm_sum_f32(comm, x, n), DPL_OK);
+        assert_int_equal(dpl_comm_sum_f64(comm, y, n), DPL_OK);
+        assert_int_equal(dpl_comm_sum_i64(comm, z, n), DPL_OK);
+        for (size_t i = 0; i < n; i++) {
+            float a = (float)dpl_rng_normal(1, 0, i);
+            double b = dpl_rng_normal(2, 0, i);
+            for (int r = 1; r < comm->n_ranks; r++) {
+                a += (float)dpl_rng_normal(1, (uint64_t)r, i);
+                b += dpl_rng_normal(2, (uint64_t)r, i);
+            }
+            const int64_t all = comm->n_ranks * (comm->n_ranks + 1) / 2;
+            assert_true(x[i] == a && y[i] == b && z[i] == all << (i % 40));
+        }
+    }
+}
+
+static void sums_go_in_the_order_of_ranks(void **state) {
+    (void)state;
+    ranks_run_all(sum, NULL);
+}
+
 static void agree(dpl_comm *comm, void *arg) {
     (void)arg;
     char expected[64];
@@ -203,7 +237,7 @@ static void abort_one(dpl_comm *comm, void *arg) {
     (void)arg;
     uint8_t all[R_MAX];
     const int bad = comm->n_ranks - 1;
-    if (comm->rank == bad) dpl_comm_abort(comm, DPL_EIO, "disk is gone");
+    if (comm->rank == bad) dpl_comm_abort(comm, "disk is gone");
     else if (comm->rank % 2) usleep(2000);
     const uint8_t mine = 1;
     dpl_status status = DPL_OK;
@@ -242,13 +276,13 @@ static void a_silent_rank_is_named(void **state) {
 }
 
 static void disagree_on_sizes(dpl_comm *comm, void *arg) {
-    (void)arg;
+    const size_t wrong = *(const size_t *)arg;
     uint8_t send[R_MAX * 8] = {0}, receive[R_MAX * 8];
     size_t at[R_MAX], sent[R_MAX], expected[R_MAX];
     for (size_t r = 0; r < R_MAX; r++) {
         at[r] = 8 * r;
         sent[r] = 8;
-        expected[r] = comm->n_ranks == 1 || (int)r != comm->rank ? 4 : 8;
+        expected[r] = comm->n_ranks == 1 || (int)r != comm->rank ? wrong : 8;
     }
     dpl_ticket ticket;
     dpl_status status = dpl_comm_exchange(comm, (dpl_blocks){send, at, sent},
@@ -261,13 +295,57 @@ static void disagree_on_sizes(dpl_comm *comm, void *arg) {
 static void blocks_of_another_size_are_an_error(void **state) {
     (void)state;
     if (dpl_comm_launcher()) skip();
-    ranks_run_all(disagree_on_sizes, NULL);
+    for (size_t wrong = 0; wrong <= 4; wrong += 4) ranks_run_all(disagree_on_sizes, &wrong);
+}
+
+// Closed in the middle of an exchange: the others fail, and read nothing that is gone.
+static void close_early(dpl_comm *comm, void *arg) {
+    (void)arg;
+    dpl_comm *child;
+    assert_int_equal(dpl_comm_split(comm, 0, &child), DPL_OK);
+    dpl_comm_set_timeout(comm, 0.2);
+    exchange *e = calloc(1, sizeof *e);
+    start_exchange(child, 0, e);
+    if (comm->rank > 0 && comm->n_ranks > 1)
+        assert_true(dpl_comm_wait(child, e->ticket) == DPL_OK ||
+                    strstr(dpl_error_message(), "0.2"));
+    dpl_comm_close(&child);
+    free(e);
+}
+
+static void a_communicator_may_be_closed_early(void **state) {
+    (void)state;
+    if (dpl_comm_launcher()) skip();
+    ranks_run_all(close_early, NULL);
+}
+
+// Each allocation of a split fails once, on some rank: all ranks hear of it, nothing is left.
+static void split_once(dpl_comm *comm, void *arg) {
+    dpl_comm *child = NULL;
+    dpl_comm_set_timeout(comm, 2);
+    const dpl_status status = dpl_comm_split(comm, comm->rank % 2, &child);
+    if (status == DPL_OK && dpl_comm_barrier(child) != DPL_OK) (void)status;
+    if (status != DPL_OK) *(atomic_bool *)arg = true;
+    dpl_comm_close(&child);
+}
+
+static void a_split_without_memory_fails_everywhere(void **state) {
+    (void)state;
+    if (dpl_comm_launcher()) skip();
+    for (size_t nth = 1;; nth++) {
+        atomic_bool failed = false;
+        dpl_fault_alloc(14 + nth); // after those of the communicators themselves
+        ranks_run("threads", 3, split_once, &failed);
+        dpl_fault_alloc(0);
+        if (!failed) break;
+        assert_true(nth < 100);
+    }
 }
 
 static void run_out_of_memory(dpl_comm *comm, void *arg) {
     (void)arg;
     dpl_fault_alloc(1);
-    assert_int_equal(dpl_comm_agree(comm, DPL_OK), DPL_ENOMEM);
+    assert_int_equal(dpl_comm_barrier(comm), DPL_ENOMEM);
     dpl_fault_alloc(0);
     // Peers would have waited for this rank: the communicator is aborted, not left half way.
     assert_int_equal(dpl_comm_agree(comm, DPL_OK), DPL_ECOMM);
@@ -311,7 +389,7 @@ static int fail_as_a_process(bool silent) {
     const bool last = comm->rank == comm->n_ranks - 1;
     dpl_comm_set_timeout(comm, 1);
     if (last && silent) pause();
-    if (last) dpl_comm_abort(comm, DPL_EIO, "disk is gone");
+    if (last) dpl_comm_abort(comm, "disk is gone");
     dpl_status status;
     do status = dpl_comm_barrier(comm);
     while (status == DPL_OK);
@@ -330,10 +408,13 @@ int main(int argc, char **argv) {
         cmocka_unit_test(every_rank_gets_all_contributions),
         cmocka_unit_test(a_barrier_holds_all),
         cmocka_unit_test(communicators_split),
+        cmocka_unit_test(sums_go_in_the_order_of_ranks),
         cmocka_unit_test(every_rank_gets_the_same_error),
         cmocka_unit_test(after_an_abort_every_call_fails),
         cmocka_unit_test(a_silent_rank_is_named),
         cmocka_unit_test(blocks_of_another_size_are_an_error),
+        cmocka_unit_test(a_communicator_may_be_closed_early),
+        cmocka_unit_test(a_split_without_memory_fails_everywhere),
         cmocka_unit_test(no_memory_aborts_instead_of_hanging),
         cmocka_unit_test(opening_fails_whole),
     };

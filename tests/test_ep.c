@@ -113,7 +113,7 @@ static void run_rank(dpl_comm *comm, void *arg) {
     dpl_ctx *ctx = lab_ctx(1 + comm->rank % 2, s->deferred, NULL);
     assert_int_equal(dpl_ep_ranks_open(ctx, comm, all->rule.rule.n_experts,
                                        s->load == LOPSIDED ? n_local : NULL,
-                                       island_of(s, comm->rank), &ranks),
+                                       island_of(s, comm->rank), 0, DPL_OK, &ranks),
                      DPL_OK);
     const size_t first = ranks.first[comm->rank], n = dpl_ep_local_experts(&ranks);
     dpl_moe_weights w = all->weights;
@@ -149,6 +149,13 @@ static void run_rank(dpl_comm *comm, void *arg) {
                    all->weights.down.grad + first * down, n * down * sizeof(float));
     }
     if (ranks.window) assert_int_equal(dpl_heap_used(ranks.window->heap), 0);
+    // A rank that has no tokens, or whose experts get none, makes the same exchanges as any other:
+    // else the others would wait for it.
+    const uint64_t n_exchanges = ranks.comm->n_started;
+    uint64_t all_exchanges[R_MAX];
+    assert_int_equal(
+        dpl_comm_gather_now(ranks.comm, &n_exchanges, sizeof n_exchanges, all_exchanges), DPL_OK);
+    for (int r = 0; r < comm->n_ranks; r++) assert_int_equal(all_exchanges[r], n_exchanges);
     for (int i = 0; i < 5; i++) dpl_free(grads[i]);
     free(y);
     free(dx);
@@ -202,7 +209,7 @@ static void run_bad_rank(dpl_comm *comm, void *arg) {
     const int bad = comm->n_ranks - 1;
     dpl_ep_ranks ranks = {0};
     dpl_ctx *ctx = lab_ctx(1, false, NULL);
-    assert_int_equal(dpl_ep_ranks_open(ctx, comm, 10, NULL, 0, &ranks), DPL_OK);
+    assert_int_equal(dpl_ep_ranks_open(ctx, comm, 10, NULL, 0, 0, DPL_OK, &ranks), DPL_OK);
     dpl_moe_weights w = all->weights;
     float *grads[2], *x = malloc(T * d * sizeof *x), *y = malloc(T * d * sizeof *y);
     w.gate_up = slice(&w.gate_up, ranks.first[comm->rank], dpl_ep_local_experts(&ranks), &grads[0]);
@@ -250,8 +257,8 @@ static void open_wrong(dpl_comm *comm, void *arg) {
     for (size_t i = 0; i < R_MAX; i++) n_local[i] = 4;
     dpl_ep_ranks ranks = {0};
     dpl_ctx *ctx = lab_ctx(1, false, NULL);
-    assert_int_equal(dpl_ep_ranks_open(ctx, comm, 3, n_local, 0, &ranks), DPL_EINVAL);
-    assert_non_null(strstr(dpl_error_message(), "experts on all ranks, expected 3"));
+    assert_int_equal(dpl_ep_ranks_open(ctx, comm, 3, n_local, 0, 0, DPL_OK, &ranks), DPL_EINVAL);
+    assert_non_null(strstr(dpl_error_message(), "than the 3 that there are"));
     dpl_ep_ranks_close(&ranks);
     dpl_ctx_close(&ctx);
 }
@@ -393,7 +400,8 @@ static void send_and_return(dpl_comm *comm, void *arg) {
     assert_int_equal(dpl_ep_prepare(group, ids, T, &other), DPL_OK);
     assert_int_equal(dpl_ep_get_rows(handle, &rows), DPL_OK);
     assert_int_equal(dpl_ep_get_rows(other, &again), DPL_OK);
-    assert_int_equal(dpl_ep_dispatch(handle, x, 0, w), DPL_OK);
+    // Arrays of nothing may be NULL.
+    assert_int_equal(dpl_ep_dispatch(handle, T ? x : NULL, 0, T ? w : NULL), DPL_OK);
     check_arrived(f, comm, &rows, rows.rows, rows.row_weights);
     // Sums of rows where they are, of the caller's copy, and of a second call in between.
     assert_int_equal(dpl_ep_combine(handle, rows.rows, y, 0), DPL_OK);
@@ -413,10 +421,25 @@ static void send_and_return(dpl_comm *comm, void *arg) {
     check_arrived(f, comm, &rows, rows.results, NULL);
     memset(dx, 0xff, T * f->d * sizeof *dx);
     memset(dw, 0xff, n_slots * sizeof *dw);
-    assert_int_equal(dpl_ep_dispatch_backward(handle, rows.results, rows.row_weights, dx, 0, dw),
+    const bool some = rows.n_rows > 0;
+    assert_int_equal(dpl_ep_dispatch_backward(handle, some ? rows.results : NULL,
+                                              some ? rows.row_weights : NULL, dx, 0, T ? dw : NULL),
                      DPL_OK);
     check_sums(f, comm, dx, true);
     for (size_t i = 0; i < n_slots; i++) assert_true(dw[i] == (ids[i] < 0 ? 0 : w[i]));
+    // Numbers from elsewhere, beside rows where they are: what arrived stays.
+    for (size_t i = 0; i < rows.n_rows; i++) rows.result_weights[i] = 2 * rows.row_weights[i];
+    assert_int_equal(dpl_ep_dispatch_backward(handle, rows.rows, rows.result_weights, dx, 0, dw),
+                     DPL_OK);
+    check_arrived(f, comm, &rows, rows.rows, rows.row_weights);
+    for (size_t i = 0; i < n_slots; i++) assert_true(dw[i] == (ids[i] < 0 ? 0 : 2 * w[i]));
+    // Given on some ranks only.
+    if (comm->n_ranks > 1) {
+        const dpl_status status = dpl_ep_dispatch(handle, x, 0, comm->rank ? NULL : w);
+        bool others = false;
+        for (int r = 1; r < comm->n_ranks; r++) others |= tokens_of(f, r) > 0;
+        assert_int_equal(status, others ? DPL_EINVAL : DPL_OK);
+    }
     dpl_ep_handle_close(&handle);
     // A wrong id on one rank is an error on all, and the group goes on.
     const int bad = (comm->n_ranks - 1) / 6 * 6; // it has tokens
@@ -429,8 +452,8 @@ static void send_and_return(dpl_comm *comm, void *arg) {
     assert_int_equal(dpl_ep_dispatch(handle, comm->rank == bad ? NULL : x, 0, w), DPL_EINVAL);
     assert_non_null(strstr(dpl_error_message(), "tokens is NULL"));
     assert_int_equal(dpl_ep_dispatch(handle, x, 0, w), DPL_OK);
+    dpl_ep_group_close(&group); // lives on until its handle is closed
     dpl_ep_handle_close(&handle);
-    dpl_ep_group_close(&group);
     dpl_ctx_close(&ctx);
     void *blocks[] = {ids, w, dw, dx, x, y, copy};
     for (size_t i = 0; i < DPL_COUNT(blocks); i++) free(blocks[i]);
@@ -439,7 +462,7 @@ static void send_and_return(dpl_comm *comm, void *arg) {
 static void rows_go_and_return(void **state) {
     (void)state;
     for (int i = 0; i < 8; i++) {
-        traffic f = {.d = 24, .n_experts = 9, .top_k = 4, .t = 50};
+        traffic f = {.d = i % 3 ? 25 : 24, .n_experts = 9, .top_k = 4, .t = 50};
         f.dtype = i & 1 ? DPL_BF16 : DPL_F32;
         f.to_one = i & 2;
         f.messages = i & 4;
@@ -457,6 +480,64 @@ static void sizes_may_be_extreme(void **state) {
     few.messages = true;
     ranks_run("threads", 64, send_and_return, &few);
     ranks_run("threads", 4, send_and_return, &wide);
+}
+
+// Ranks that do not agree on what they open; one that cannot open it at all.
+static void open_unequal(dpl_comm *comm, void *arg) {
+    const int what = *(const int *)arg;
+    size_t even[R_MAX], other[R_MAX];
+    for (int r = 0; r < comm->n_ranks; r++) even[r] = other[r] = 2;
+    dpl_ep_config config = {8, 2 * (size_t)comm->n_ranks, 2, DPL_F32, even, false};
+    dpl_ctx *ctx = lab_ctx(1, false, NULL);
+    dpl_ep_group *group = NULL;
+    if (comm->n_ranks > 1 && comm->rank == comm->n_ranks - 1) {
+        if (what == 0) config.d = 9;
+        if (what == 1) config.dtype = DPL_BF16;
+        if (what == 2) config.n_local = other, other[0] = 3, other[1] = 1;
+        if (what == 3) config.d = 0;
+        if (what == 4) other[0] = SIZE_MAX - 2, other[1] = 7, config.n_local = other;
+    }
+    const dpl_status status = dpl_ep_group_open(ctx, comm, &config, &group);
+    assert_int_equal(status, comm->n_ranks > 1 ? DPL_EINVAL : DPL_OK);
+    char expected[32];
+    snprintf(expected, sizeof expected, "rank %d", comm->n_ranks - 1);
+    if (status != DPL_OK) assert_non_null(strstr(dpl_error_message(), expected));
+    dpl_ep_group_close(&group);
+    dpl_ctx_close(&ctx);
+}
+
+static void ranks_that_disagree_are_refused(void **state) {
+    (void)state;
+    for (int what = 0; what < 5; what++) ranks_run_all(open_unequal, &what);
+}
+
+// One rank gives up while another still writes into its memory.
+static void leave_in_the_middle(dpl_comm *comm, void *arg) {
+    (void)arg;
+    const dpl_ep_config config = {4096, 2, 1, DPL_F32, NULL, false};
+    const size_t T = comm->rank == 0 ? 3000 : 0;
+    dpl_ctx *ctx = lab_ctx(1, false, NULL);
+    dpl_ep_group *group;
+    dpl_ep_handle *handle = NULL;
+    assert_int_equal(dpl_ep_group_open(ctx, comm, &config, &group), DPL_OK);
+    int32_t *ids = malloc((T + 1) * sizeof *ids);
+    float *x = calloc(T * config.d + 1, sizeof *x);
+    for (size_t t = 0; t < T; t++) ids[t] = 1; // all to rank 1
+    if (dpl_ep_prepare(group, ids, T, &handle) == DPL_OK) {
+        if (comm->rank == 1) dpl_comm_set_timeout(comm, 0.001);
+        (void)dpl_ep_dispatch(handle, x, 0, NULL);
+    }
+    dpl_ep_handle_close(&handle);
+    dpl_ep_group_close(&group);
+    dpl_ctx_close(&ctx);
+    free(ids);
+    free(x);
+}
+
+static void memory_outlives_a_rank_that_gives_up(void **state) {
+    (void)state;
+    if (dpl_comm_launcher()) skip();
+    ranks_run("threads", 2, leave_in_the_middle, NULL);
 }
 
 static void wrong_groups_are_refused(void **state) {
@@ -494,6 +575,8 @@ int main(void) {
         cmocka_unit_test(rows_go_and_return),
         cmocka_unit_test(sizes_may_be_extreme),
         cmocka_unit_test(wrong_groups_are_refused),
+        cmocka_unit_test(ranks_that_disagree_are_refused),
+        cmocka_unit_test(memory_outlives_a_rank_that_gives_up),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

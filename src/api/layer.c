@@ -69,7 +69,7 @@ dpl_status dpl_layer_open(const dpl_layer_config *config, dpl_ctx *ctx, dpl_laye
     layer->weight[SHARED_GATE_UP] = (dpl_weight){NULL, dtype, n_shared, dpl_gate_up_width(sf),
                                                  d,    NULL,  NULL};
     layer->weight[SHARED_DOWN] = (dpl_weight){NULL, dtype, n_shared, d, sf, NULL, NULL};
-    dpl_status status = dpl_ep_ranks_open(ctx, NULL, e, NULL, 0, &layer->ranks);
+    dpl_status status = dpl_ep_ranks_open(ctx, NULL, e, NULL, 0, 0, DPL_OK, &layer->ranks);
     if (status == DPL_OK) status = alloc_weights(layer);
     if (status == DPL_OK) *layer_out = layer;
     else dpl_layer_close(&layer);

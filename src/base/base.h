@@ -95,6 +95,7 @@ size_t dpl_heap_bytes(const dpl_heap *heap);   // of the reservation
 size_t dpl_heap_used(const dpl_heap *heap);    // in blocks
 size_t dpl_heap_touched(const dpl_heap *heap); // bytes from its start that may have memory
 int dpl_heap_fd(const dpl_heap *heap);         // -1: not shared
+uint64_t dpl_heap_mark(const dpl_heap *heap);  // shared: random, what its first 8 bytes are
 
 /* ---- threads -------------------------------------------------------------------------------- */
 // Runs tasks 0..n_tasks-1, each exactly once, on the calling thread and the pool's own; returns

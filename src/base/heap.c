@@ -6,6 +6,7 @@
 // needed are given back. A round ends when the last block is released.
 #include <sanitizer/asan_interface.h>
 #include <sys/mman.h>
+#include <sys/random.h>
 #include <unistd.h>
 
 #include "base/base.h"
@@ -13,6 +14,7 @@
 #define HUGE_BYTES ((size_t)2 << 20)
 #define RED_ZONE   DPL_ALIGN // after each block, so that AddressSanitizer sees what runs over
 #define ROUNDS     8         // a spike is given back after so many
+#define MARK_BYTES DPL_ALIGN // at the start, by which peers know that it is this heap
 
 typedef struct heap_block {
     size_t at, bytes;
@@ -48,6 +50,7 @@ dpl_status dpl_heap_open(size_t reserve_bytes, bool shared, dpl_heap **heap_out)
     }
     (void)madvise(base, heap->reserved, MADV_HUGEPAGE); // may be refused
     heap->base = base;
+    if (shared && getrandom(base, sizeof(uint64_t), 0) < 0) *(uint64_t *)base = (uintptr_t)heap;
     *heap_out = heap;
     return DPL_OK;
 }
@@ -75,7 +78,7 @@ void dpl_heap_close(dpl_heap **heap) {
 void *dpl_heap_alloc(dpl_heap *heap, size_t bytes) {
     const size_t taken = dpl_round_up(bytes, DPL_ALIGN) + RED_ZONE;
     heap_block **at = &heap->used, *block = heap->spare;
-    size_t start = 0;
+    size_t start = MARK_BYTES;
     for (; *at && (*at)->at - start < taken; at = &(*at)->next) start = (*at)->at + (*at)->bytes;
     if (bytes > heap->reserved || taken > heap->reserved - start) return NULL;
     if (block) heap->spare = block->next;
@@ -93,7 +96,7 @@ void *dpl_heap_alloc(dpl_heap *heap, size_t bytes) {
 }
 
 static void end_round(dpl_heap *heap) {
-    size_t keep = 0;
+    size_t keep = HUGE_BYTES; // of the mark
     for (size_t i = 0; i < ROUNDS; i++) keep = DPL_MAX(keep, heap->high[i]);
     heap->high[++heap->round % ROUNDS] = 0;
     if (keep >= heap->touched) return;
@@ -130,6 +133,12 @@ size_t dpl_heap_used(const dpl_heap *heap) {
     size_t bytes = 0;
     for (const heap_block *block = heap->used; block; block = block->next) bytes += block->bytes;
     return bytes;
+}
+
+uint64_t dpl_heap_mark(const dpl_heap *heap) {
+    uint64_t mark = 0;
+    if (heap->fd >= 0) memcpy(&mark, heap->base, sizeof mark);
+    return mark;
 }
 
 size_t dpl_heap_touched(const dpl_heap *heap) {

@@ -22,34 +22,63 @@ void dpl_world_fail(dpl_world *world, dpl_status status, const char *format, ...
     world->failed = status;
 }
 
+static void withdraw(dpl_comm *comm) {
+    for (dpl_op *op = comm->flying; op; op = op->next) {
+        if (!op->done) comm->world->ops->withdraw(comm, op);
+        op->done = true;
+    }
+}
+
 // With a failure nothing is under way any more: callers may free what they exchanged.
 static dpl_status failure(dpl_world *world) {
     if (world->failed == DPL_OK) return DPL_OK;
-    for (dpl_comm *comm = world->comms; comm; comm = comm->next)
-        for (dpl_op *op = comm->flying; op; op = op->next) {
-            if (!op->done) world->ops->withdraw(comm, op);
-            op->done = true;
-        }
+    for (dpl_comm *comm = world->comms; comm; comm = comm->next) withdraw(comm);
     return dpl_fail(world->failed, "%s", world->why);
 }
 
 static dpl_status check_alive(dpl_world *world) {
     pthread_mutex_lock(&world->lock);
+    world->ops->look(world);
     const dpl_status status = failure(world);
     pthread_mutex_unlock(&world->lock);
     return status;
 }
 
-static void abort_locked(dpl_world *world, dpl_status status, const char *why) {
+static void abort_locked(dpl_world *world, const char *why) {
     if (world->failed != DPL_OK) return;
     dpl_world_fail(world, DPL_ECOMM, "rank %d: %s", world->rank, why);
-    world->ops->abort(world, status, world->why);
+    world->ops->abort(world, world->why);
+    for (dpl_comm *comm = world->comms; comm; comm = comm->next) withdraw(comm);
 }
 
-void dpl_comm_abort(dpl_comm *comm, dpl_status status, const char *why) {
+void dpl_comm_abort(dpl_comm *comm, const char *why) {
     pthread_mutex_lock(&comm->world->lock);
-    abort_locked(comm->world, status, why);
+    abort_locked(comm->world, why);
     pthread_mutex_unlock(&comm->world->lock);
+}
+
+bool dpl_comm_has_failed(dpl_comm *comm) {
+    pthread_mutex_lock(&comm->world->lock);
+    const bool failed = comm->world->failed != DPL_OK;
+    pthread_mutex_unlock(&comm->world->lock);
+    return failed;
+}
+
+// The peers wait for this rank: without a word they would do so until the time is over.
+static dpl_status give_up(dpl_comm *comm, const char *what) {
+    char text[96];
+    snprintf(text, sizeof text, "no memory for %s of %d ranks", what, comm->n_ranks);
+    dpl_comm_abort(comm, text);
+    return dpl_fail(DPL_ENOMEM, "%s", text);
+}
+
+void dpl_comm_keep(dpl_comm *comm, void (*free)(void *p), void *p) {
+    dpl_world *world = comm->world;
+    pthread_mutex_lock(&world->lock);
+    const bool keeps = world->ops->keep && world->failed != DPL_OK;
+    if (keeps) world->ops->keep(world, free, p);
+    pthread_mutex_unlock(&world->lock);
+    if (!keeps) free(p);
 }
 
 /* ---- communicators ---- */
@@ -111,6 +140,7 @@ void dpl_comm_close(dpl_comm **comm) {
     dpl_comm **at = &world->comms;
     while (*at != c) at = &(*at)->next;
     *at = c->next;
+    withdraw(c); // what nobody has waited for
     world->ops->close(c);
     free_comm(c);
     const bool last = !world->comms;
@@ -125,7 +155,7 @@ void dpl_comm_close(dpl_comm **comm) {
 
 dpl_status dpl_comm_split(dpl_comm *parent, int color, dpl_comm **comm_out) {
     const int R = parent->n_ranks;
-    int *colors = dpl_alloc_array(2 * (size_t)R, sizeof *colors), *members = colors + R, n = 0;
+    int *colors = dpl_alloc_array(2 * (size_t)R, sizeof *colors), n = 0;
     dpl_status status = DPL_OK;
     if (!colors) status = dpl_fail(DPL_ENOMEM, "no memory for the colors of %d ranks", R);
     status = dpl_comm_agree(parent, status);
@@ -134,7 +164,7 @@ dpl_status dpl_comm_split(dpl_comm *parent, int color, dpl_comm **comm_out) {
         dpl_free(colors);
         return status;
     }
-    int rank = 0;
+    int rank = 0, *const members = colors + R;
     for (int r = 0; r < R; r++) {
         if (color < 0 || colors[r] != color) continue;
         if (r == parent->rank) rank = n;
@@ -167,7 +197,10 @@ int dpl_comm_ranks(const dpl_comm *comm) {
 }
 
 void dpl_comm_set_timeout(dpl_comm *comm, double seconds) {
-    if (comm) comm->world->timeout_s = seconds;
+    if (!comm || !(seconds > 0)) return;
+    pthread_mutex_lock(&comm->world->lock);
+    comm->world->timeout_s = seconds;
+    pthread_mutex_unlock(&comm->world->lock);
 }
 
 /* ---- progress ---- */
@@ -181,12 +214,20 @@ static void advance_all(dpl_world *world) {
 static void fail_of_silence(dpl_comm *comm, const dpl_op *op) {
     dpl_world *world = comm->world;
     int rank = 0;
-    while (rank < comm->n_ranks - 1 && (op->heard[rank] || rank == comm->rank)) rank++;
-    char text[200];
+    while (rank < comm->n_ranks && (op->heard[rank] || rank == comm->rank)) rank++;
+    char text[200], who[64];
+    snprintf(who, sizeof who, "rank %d has", rank < comm->n_ranks ? comm->members[rank] : -1);
     snprintf(text, sizeof text,
-             "rank %d has not been heard of for %g s (comm_timeout_s): dead, stopped or slow",
-             comm->members[rank], world->timeout_s);
-    abort_locked(world, DPL_ECOMM, text);
+             "%s not been heard of for %g s (comm_timeout_s): dead, stopped or slow",
+             rank < comm->n_ranks ? who : "a rank that this one sends to has", world->timeout_s);
+    abort_locked(world, text);
+}
+
+// Seconds of a turn, as far as this rank was awake: a job may be stopped as a whole.
+static double awake_s(double *last) {
+    const double now = dpl_now(), passed = now - *last;
+    *last = now;
+    return DPL_MIN(passed, 0.1);
 }
 
 static bool is_done(const dpl_comm *comm, uint64_t id, const dpl_op **op_out) {
@@ -199,14 +240,15 @@ static bool is_done(const dpl_comm *comm, uint64_t id, const dpl_op **op_out) {
 // Until the exchange is done, or the world has failed. Called and returns with the lock held.
 static dpl_status wait_locked(dpl_comm *comm, uint64_t id) {
     dpl_world *world = comm->world;
-    world->heard_s = dpl_now();
+    double last = dpl_now();
+    world->quiet_s = 0;
     for (unsigned n_rests = 0;; n_rests++) {
         const dpl_op *op;
         const uint32_t seen = world->ops->look(world);
         advance_all(world);
         if (world->failed != DPL_OK) return failure(world);
         if (is_done(comm, id, &op)) return DPL_OK;
-        if (dpl_now() - world->heard_s > world->timeout_s) fail_of_silence(comm, op);
+        if ((world->quiet_s += awake_s(&last)) > world->timeout_s) fail_of_silence(comm, op);
         pthread_mutex_unlock(&world->lock);
         world->ops->rest(world, seen, n_rests);
         pthread_mutex_lock(&world->lock);
@@ -245,7 +287,7 @@ static void fill_op(const dpl_comm *comm, dpl_op *op, dpl_blocks send, dpl_block
     }
 }
 
-static dpl_status start_locked(dpl_comm *comm, dpl_blocks send, dpl_blocks receive, bool is_gather,
+static dpl_status start_locked(dpl_comm *comm, dpl_blocks send, dpl_blocks receive,
                                dpl_ticket *ticket_out) {
     const size_t me = (size_t)comm->rank;
     DPL_TRY(failure(comm->world));
@@ -255,14 +297,9 @@ static dpl_status start_locked(dpl_comm *comm, dpl_blocks send, dpl_blocks recei
         DPL_TRY(wait_locked(comm, comm->n_started + 1 - DPL_OPS_MAX));
     dpl_op *op = comm->spare;
     if (op) comm->spare = op->next;
-    else if (!(op = alloc_op(comm))) {
-        // The peers wait for this rank: without a word they would do so until the time is over.
-        abort_locked(comm->world, DPL_ENOMEM, "no memory for an exchange");
-        return dpl_fail(DPL_ENOMEM, "no memory for an exchange of %d ranks", comm->n_ranks);
-    }
+    else if (!(op = alloc_op(comm))) return DPL_ENOMEM;
     fill_op(comm, op, send, receive);
     copy_own_block(comm, op);
-    op->is_gather = is_gather;
     op->id = ++comm->n_started;
     op->next = NULL;
     dpl_op **last = &comm->flying;
@@ -273,31 +310,28 @@ static dpl_status start_locked(dpl_comm *comm, dpl_blocks send, dpl_blocks recei
     return failure(comm->world);
 }
 
-static dpl_status start(dpl_comm *comm, dpl_blocks send, dpl_blocks receive, bool is_gather,
+static dpl_status start(dpl_comm *comm, dpl_blocks send, dpl_blocks receive,
                         dpl_ticket *ticket_out) {
     pthread_mutex_lock(&comm->world->lock);
-    const dpl_status status = start_locked(comm, send, receive, is_gather, ticket_out);
+    const dpl_status status = start_locked(comm, send, receive, ticket_out);
     pthread_mutex_unlock(&comm->world->lock);
-    return status;
+    return status == DPL_ENOMEM ? give_up(comm, "an exchange") : status;
 }
 
 dpl_status dpl_comm_exchange(dpl_comm *comm, dpl_blocks send, dpl_blocks receive,
                              dpl_ticket *ticket_out) {
-    return start(comm, send, receive, false, ticket_out);
+    return start(comm, send, receive, ticket_out);
 }
 
 dpl_status dpl_comm_gather(dpl_comm *comm, const void *send, size_t bytes, void *receive,
                            dpl_ticket *ticket_out) {
     const size_t R = (size_t)comm->n_ranks;
     size_t few[3 * 16], *sizes = R <= 16 ? few : dpl_alloc_array(3 * R, sizeof *sizes);
-    if (!sizes) {
-        dpl_comm_abort(comm, DPL_ENOMEM, "no memory for an exchange");
-        return dpl_fail(DPL_ENOMEM, "no memory for an exchange of %zu ranks", R);
-    }
+    if (!sizes) return give_up(comm, "an exchange");
     size_t *const zero = sizes, *const each = sizes + R, *const place = sizes + 2 * R;
     for (size_t r = 0; r < R; r++) zero[r] = 0, each[r] = bytes, place[r] = r * bytes;
     const dpl_blocks from = {(void *)(uintptr_t)send, zero, each}, to = {receive, place, each};
-    const dpl_status status = start(comm, from, to, true, ticket_out);
+    const dpl_status status = start(comm, from, to, ticket_out);
     if (sizes != few) dpl_free(sizes);
     return status;
 }
@@ -326,10 +360,8 @@ dpl_status dpl_comm_gather_now(dpl_comm *comm, const void *send, size_t bytes, v
 
 dpl_status dpl_comm_barrier(dpl_comm *comm) {
     uint8_t few[64] = {0}, *all = few;
-    if (comm->n_ranks > (int)sizeof few && !(all = dpl_alloc((size_t)comm->n_ranks))) {
-        dpl_comm_abort(comm, DPL_ENOMEM, "no memory for a barrier");
-        return dpl_fail(DPL_ENOMEM, "no memory for a barrier of %d ranks", comm->n_ranks);
-    }
+    if (comm->n_ranks > (int)sizeof few && !(all = dpl_alloc((size_t)comm->n_ranks)))
+        return give_up(comm, "a barrier");
     const uint8_t mine = 1;
     const dpl_status status = dpl_comm_gather_now(comm, &mine, 1, all);
     if (all != few) dpl_free(all);
@@ -342,9 +374,8 @@ static dpl_status read_verdicts(const dpl_comm *comm, const uint8_t *all, size_t
     for (size_t r = 0; r < (size_t)comm->n_ranks; r++) {
         verdict v;
         memcpy(&v, all + r * (sizeof v + bytes), sizeof v);
-        if (v.status != DPL_OK && comm->n_ranks > 1) // the lowest rank that failed speaks for all
+        if (v.status != DPL_OK) // the lowest rank that failed speaks for all
             return dpl_fail((dpl_status)v.status, "rank %d: %s", comm->members[r], v.text);
-        if (v.status != DPL_OK) return (dpl_status)v.status;
         if (bytes > 0) memcpy(receive + r * bytes, all + r * (sizeof v + bytes) + sizeof v, bytes);
     }
     return DPL_OK;
@@ -352,16 +383,16 @@ static dpl_status read_verdicts(const dpl_comm *comm, const uint8_t *all, size_t
 
 dpl_status dpl_comm_agree_on(dpl_comm *comm, dpl_status mine, const void *send, size_t bytes,
                              void *receive) {
+    if (comm->n_ranks == 1) { // with itself it agrees
+        DPL_TRY(mine);
+        if (bytes > 0) memcpy(receive, send, bytes);
+        return check_alive(comm->world);
+    }
     verdict own = {.status = mine};
     if (mine != DPL_OK) snprintf(own.text, sizeof own.text, "%s", dpl_error_message());
     const size_t each = sizeof own + bytes;
     uint8_t *all = dpl_alloc_array((size_t)comm->n_ranks + 1, each);
-    if (!all) {
-        dpl_fail(DPL_ENOMEM, "no memory for the verdicts of %d ranks", comm->n_ranks);
-        // The peers are in the exchange already: without this rank they would wait in vain.
-        dpl_comm_abort(comm, DPL_ENOMEM, dpl_error_message());
-        return DPL_ENOMEM;
-    }
+    if (!all) return give_up(comm, "verdicts");
     uint8_t *mine_out = all + (size_t)comm->n_ranks * each;
     memcpy(mine_out, &own, sizeof own);
     if (bytes > 0) memcpy(mine_out + sizeof own, send, bytes);
@@ -374,3 +405,71 @@ dpl_status dpl_comm_agree_on(dpl_comm *comm, dpl_status mine, const void *send, 
 dpl_status dpl_comm_agree(dpl_comm *comm, dpl_status mine) {
     return dpl_comm_agree_on(comm, mine, NULL, 0, NULL);
 }
+
+/* ---- sums ---- */
+// Each rank adds up one part of all arrays, in the order of ranks, and hands it out.
+typedef struct parts {
+    size_t *at, *bytes, *own_at, *own_bytes; // (R): of the parts; of this rank's part, R times
+} parts;
+
+static void cut(const dpl_comm *comm, size_t n, size_t *sizes, parts *p) {
+    const size_t R = (size_t)comm->n_ranks, me = (size_t)comm->rank;
+    *p = (parts){sizes, sizes + R, sizes + 2 * R, sizes + 3 * R};
+    for (size_t r = 0; r < R; r++) {
+        p->at[r] = r * n / R * sizeof(float);
+        p->bytes[r] = ((r + 1) * n / R - r * n / R) * sizeof(float);
+    }
+    for (size_t r = 0; r < R; r++) {
+        p->own_at[r] = r * p->bytes[me];
+        p->own_bytes[r] = p->bytes[me];
+    }
+}
+
+static dpl_status add_parts(dpl_comm *comm, const parts *p, float *x, float *received) {
+    const size_t R = (size_t)comm->n_ranks, n = p->bytes[comm->rank] / sizeof *x;
+    float *mine = x + p->at[comm->rank] / sizeof *x;
+    dpl_ticket ticket;
+    DPL_TRY(dpl_comm_exchange(comm, (dpl_blocks){x, p->at, p->bytes},
+                              (dpl_blocks){received, p->own_at, p->own_bytes}, &ticket));
+    DPL_TRY(dpl_comm_wait(comm, ticket));
+    for (size_t i = 0; i < n; i++) mine[i] = received[i];
+    for (size_t r = 1; r < R; r++)
+        for (size_t i = 0; i < n; i++) mine[i] += received[r * n + i];
+    for (size_t r = 0; r < R; r++) memcpy(received + r * n, mine, n * sizeof *mine);
+    DPL_TRY(dpl_comm_exchange(comm, (dpl_blocks){received, p->own_at, p->own_bytes},
+                              (dpl_blocks){x, p->at, p->bytes}, &ticket));
+    return dpl_comm_wait(comm, ticket);
+}
+
+dpl_status dpl_comm_sum_f32(dpl_comm *comm, float *x, size_t n) {
+    if (comm->n_ranks == 1) return DPL_OK;
+    const size_t R = (size_t)comm->n_ranks, most = (n / R + 1) * R;
+    size_t *sizes = dpl_alloc_array(4 * R, sizeof *sizes);
+    float *received = dpl_alloc_array(most, sizeof *received);
+    dpl_status status = DPL_OK;
+    if (!sizes || !received) status = dpl_fail(DPL_ENOMEM, "no memory to sum %zu numbers", n);
+    status = dpl_comm_agree(comm, status);
+    parts p;
+    if (status == DPL_OK) cut(comm, n, sizes, &p);
+    if (status == DPL_OK) status = add_parts(comm, &p, x, received);
+    dpl_free(sizes);
+    dpl_free(received);
+    return status;
+}
+
+#define SUM(name, type)                                                             \
+    dpl_status name(dpl_comm *comm, type *x, size_t n) {                            \
+        const size_t R = (size_t)comm->n_ranks;                                     \
+        if (R == 1 || n == 0) return DPL_OK;                                        \
+        type *all = dpl_alloc_array(R * n, sizeof *all);                            \
+        if (!all) return give_up(comm, "a sum");                                    \
+        const dpl_status status = dpl_comm_gather_now(comm, x, n * sizeof *x, all); \
+        for (size_t i = 0; status == DPL_OK && i < n; i++) {                        \
+            x[i] = all[i];                                                          \
+            for (size_t r = 1; r < R; r++) x[i] += all[r * n + i];                  \
+        }                                                                           \
+        dpl_free(all);                                                              \
+        return status;                                                              \
+    }
+SUM(dpl_comm_sum_f64, double)
+SUM(dpl_comm_sum_i64, int64_t)

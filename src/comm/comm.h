@@ -32,7 +32,6 @@ typedef struct dpl_ticket {
 typedef struct dpl_op {
     uint64_t id; // 1, 2, .. of its communicator
     dpl_blocks send, receive;
-    bool is_gather; // all blocks that are sent are the same one
     bool done;
     bool *heard;  // (R) the block of a rank has come
     size_t n_due; // blocks that have not
@@ -43,7 +42,7 @@ typedef struct dpl_op {
 
 // Exchanges of one communicator that may be under way at a time; a further one waits for the first.
 #define DPL_OPS_MAX   8
-#define DPL_RANKS_MAX 65536
+#define DPL_RANKS_MAX 4096
 
 struct dpl_comm {
     dpl_world *world;
@@ -70,8 +69,10 @@ typedef struct dpl_comm_ops {
     uint32_t (*look)(dpl_world *world);
     // Waits a little, at most until `seen` is no longer what look() would return. Without the lock.
     void (*rest)(dpl_world *world, uint32_t seen, unsigned n_rests);
-    void (*abort)(dpl_world *world, dpl_status status, const char *why); // tells the others
-    void (*leave)(dpl_world *world);                                     // the last of a world
+    void (*abort)(dpl_world *world, const char *why); // tells the others
+    // Frees what peers may still use, when it is sure that they do not. NULL: at once.
+    void (*keep)(dpl_world *world, void (*free)(void *p), void *p);
+    void (*leave)(dpl_world *world); // the last of a world
 } dpl_comm_ops;
 
 // What all communicators of a rank share.
@@ -82,15 +83,13 @@ struct dpl_world {
     void *state; // of the transport
     pthread_mutex_t lock;
     dpl_comm *comms;
-    double heard_s; // when something last came
+    double quiet_s; // how long this rank has waited since something last came
     dpl_status failed;
     char why[512];
 };
 
 /* ---- opening ---- */
 dpl_status dpl_comm_open_self(dpl_comm **comm_out); // one rank
-// The MPI whose launcher started this process ("openmpi", "mpich"), NULL: none did (launch.c).
-const char *dpl_comm_launcher(void);
 // A rank's world with its communicator of all ranks, around what the transport has made. The
 // transport's leave() is called when that communicator, the last one, is closed.
 dpl_status dpl_world_open(const dpl_comm_ops *ops, int rank, int n_ranks, void *world_state,
@@ -115,13 +114,22 @@ dpl_status dpl_comm_wait(dpl_comm *comm, dpl_ticket ticket);
 dpl_status dpl_comm_gather_now(dpl_comm *comm, const void *send, size_t bytes, void *receive);
 dpl_status dpl_comm_barrier(dpl_comm *comm);
 
+/* ---- sums: x (n) of all ranks, in the order of ranks, the same bits everywhere ---- */
+dpl_status dpl_comm_sum_f32(dpl_comm *comm, float *x, size_t n); // for large n
+dpl_status dpl_comm_sum_f64(dpl_comm *comm, double *x, size_t n);
+dpl_status dpl_comm_sum_i64(dpl_comm *comm, int64_t *x, size_t n);
+
 /* ---- errors ---- */
 // The status of the lowest rank that failed, with its text: the same on every rank. Collective.
 dpl_status dpl_comm_agree(dpl_comm *comm, dpl_status mine);
 // The same in one exchange with a gather, whose result is good only where the status is DPL_OK.
 dpl_status dpl_comm_agree_on(dpl_comm *comm, dpl_status mine, const void *send, size_t bytes,
                              void *receive);
-void dpl_comm_abort(dpl_comm *comm, dpl_status status, const char *why);
+void dpl_comm_abort(dpl_comm *comm, const char *why);
+bool dpl_comm_has_failed(dpl_comm *comm);
+// Frees memory that ranks of this process reach in each other's place: after a failure a peer may
+// still be at it.
+void dpl_comm_keep(dpl_comm *comm, void (*free)(void *p), void *p);
 // For transports: why every further call fails. The first reason stays.
 void dpl_world_fail(dpl_world *world, dpl_status status, const char *format, ...)
     __attribute__((format(printf, 3, 4)));

@@ -13,9 +13,10 @@
 static const struct {
     const char *variable, *mpi;
 } launchers[] = {
+    // In this order: what a launcher inside of an allocation sets comes before what srun has set.
     {"OMPI_COMM_WORLD_SIZE", "openmpi"}, // mpirun of Open MPI
-    {"PMIX_RANK", "openmpi"},            // srun --mpi=pmix
     {"PMI_RANK", "mpich"},               // mpiexec of MPICH, srun --mpi=pmi2
+    {"PMIX_RANK", "openmpi"},            // srun --mpi=pmix
 };
 
 const char *dpl_comm_launcher(void) {
@@ -35,32 +36,55 @@ static dpl_status check_slurm(void) {
     return DPL_OK;
 }
 
+// The folder of the file that this is in, with a slash at its end; of a program that was found by
+// PATH the system knows it.
+static void own_folder(char path[PATH_MAX]) {
+    Dl_info self = {0};
+    path[0] = '\0';
+    if (dladdr((void *)(uintptr_t)&dpl_comm_launcher, &self) && self.dli_fname &&
+        strchr(self.dli_fname, '/')) {
+        snprintf(path, PATH_MAX, "%s", self.dli_fname);
+    } else {
+        const ssize_t n = readlink("/proc/self/exe", path, PATH_MAX - 1);
+        path[n > 0 ? n : 0] = '\0';
+    }
+    char *slash = strrchr(path, '/');
+    if (slash) slash[1] = '\0';
+}
+
 // Beside the program or the library, where an installation has it, or where the user says.
 static void *load(const char *mpi, char *tried, size_t tried_bytes) {
-    static const char *const below[] = {"", "dropless/", "../lib/dropless/"};
-    Dl_info self;
-    char path[PATH_MAX];
+    char own[PATH_MAX], path[PATH_MAX + 64];
+    own_folder(own);
+    const char *given = getenv("DPL_MODULE_DIR");
+    const struct {
+        const char *folder, *below;
+    } places[] = {{given && *given ? given : own, "/"},
+                  {own, ""},
+                  {own, "dropless/"},
+                  {own, "../lib/dropless/"},
+                  {DPL_INSTALL_MODULE_DIR, "/"}};
     void *module = NULL;
-    const char *own = getenv("DPL_MODULE_DIR");
     snprintf(tried, tried_bytes, "no file");
-    for (size_t i = 0; i < DPL_COUNT(below) + 2 && !module; i++) {
-        if (i == 0 && !(own && *own)) continue;
-        if (i == 0) {
-            snprintf(path, sizeof path, "%s/dropless_%s.so", own, mpi);
-        } else if (i <= DPL_COUNT(below)) {
-            if (!dladdr((void *)(uintptr_t)&dpl_comm_launcher, &self) || !self.dli_fname) continue;
-            const char *slash = strrchr(self.dli_fname, '/');
-            const int n = slash ? (int)(slash - self.dli_fname) + 1 : 0;
-            snprintf(path, sizeof path, "%.*s%sdropless_%s.so", n, self.dli_fname, below[i - 1],
-                     mpi);
-        } else {
-            snprintf(path, sizeof path, DPL_INSTALL_MODULE_DIR "/dropless_%s.so", mpi);
-        }
+    for (size_t i = 0; i < DPL_COUNT(places) && !module; i++) {
+        if (!places[i].folder[0]) continue;
+        snprintf(path, sizeof path, "%s%sdropless_%s.so", places[i].folder, places[i].below, mpi);
+        if (access(path, F_OK) != 0) continue;
         // MPI's own plug-ins look for its symbols among the global ones.
-        if (access(path, F_OK) == 0 && !(module = dlopen(path, RTLD_NOW | RTLD_GLOBAL)))
-            snprintf(tried, tried_bytes, "%s", dlerror());
+        module = dlopen(path, RTLD_NOW | RTLD_GLOBAL);
+        if (!module && !strcmp(tried, "no file")) snprintf(tried, tried_bytes, "%s", dlerror());
     }
     return module;
+}
+
+// A launcher that the module does not know leaves each of its processes alone.
+static dpl_status check_size(const dpl_comm *comm, const char *mpi) {
+    const char *variable = strcmp(mpi, "mpich") ? "OMPI_COMM_WORLD_SIZE" : "PMI_SIZE";
+    const char *size = getenv(variable);
+    DPL_EXPECT(!size || atoi(size) == comm->n_ranks, DPL_ECOMM,
+               "the launcher says %s=%s, but %s found %d ranks: set DPL_MPI to its MPI", variable,
+               size, mpi, comm->n_ranks);
+    return DPL_OK;
 }
 
 dpl_status dpl_comm_open_mpi(dpl_comm **comm_out) {
@@ -83,5 +107,8 @@ dpl_status dpl_comm_open_mpi(dpl_comm **comm_out) {
                "loaded (%s): install the MPI's development files and build again, or name its "
                "folder in DPL_MODULE_DIR",
                mpi, mpi, tried);
-    return open_module(&host, comm_out);
+    DPL_TRY(open_module(&host, comm_out));
+    const dpl_status status = check_size(*comm_out, mpi);
+    if (status != DPL_OK) dpl_comm_close(comm_out);
+    return status;
 }

@@ -15,6 +15,7 @@
 #define TAGS        32768             // that every MPI has
 #define SPINS       1000
 #define LINGER_S    0.3 // so that the others can say why before a launcher ends them
+#define WITHDRAW_S  0.1
 
 static const dpl_comm_host *host;
 
@@ -26,20 +27,28 @@ typedef struct mpi_world {
     bool spins;
 } mpi_world;
 
+typedef struct mpi_request {
+    int rank, bytes; // of a piece that is received; -1: a send
+} mpi_request;
+
 typedef struct mpi_op {
     MPI_Request *requests;
-    int *ranks; // whose block a request receives, -1: a send
-    int *ready; // scratch of MPI_Testsome
+    mpi_request *pieces;  // of each
+    int *ready;           // scratch of MPI_Testsome
+    MPI_Status *statuses; // of those
     int n, n_max, n_left;
 } mpi_op;
 
+static void abort_all(dpl_world *world, const char *why);
+
 // After an error MPI is not to be relied on.
 static bool good(dpl_world *world, int code, const char *what) {
-    if (code == MPI_SUCCESS) return true;
+    if (code == MPI_SUCCESS || world->failed != DPL_OK) return code == MPI_SUCCESS;
     char text[MPI_MAX_ERROR_STRING];
     int length = 0;
     if (MPI_Error_string(code, text, &length) != MPI_SUCCESS) length = 0;
     host->world_fail(world, DPL_ECOMM, "rank %d: MPI: %s: %.*s", world->rank, what, length, text);
+    abort_all(world, world->why);
     return false;
 }
 
@@ -56,8 +65,9 @@ static void free_op(dpl_op *op) {
     mpi_op *m = op->state;
     if (!m) return;
     host->free(m->requests);
-    host->free(m->ranks);
+    host->free(m->pieces);
     host->free(m->ready);
+    host->free(m->statuses);
     host->free(m);
     op->state = NULL;
 }
@@ -72,9 +82,10 @@ static bool make_room(dpl_comm *comm, dpl_op *op) {
     if (!(op->state = m = host->alloc(sizeof *m))) return false;
     m->n_max = (int)n + 2 * comm->n_ranks;
     m->requests = host->alloc((size_t)m->n_max * sizeof *m->requests);
-    m->ranks = host->alloc((size_t)m->n_max * sizeof *m->ranks);
+    m->pieces = host->alloc((size_t)m->n_max * sizeof *m->pieces);
     m->ready = host->alloc((size_t)m->n_max * sizeof *m->ready);
-    return m->requests && m->ranks && m->ready;
+    m->statuses = host->alloc((size_t)m->n_max * sizeof *m->statuses);
+    return m->requests && m->pieces && m->ready && m->statuses;
 }
 
 static void start_block(dpl_comm *comm, dpl_op *op, int rank, bool receives) {
@@ -89,7 +100,7 @@ static void start_block(dpl_comm *comm, dpl_op *op, int rank, bool receives) {
                              ? MPI_Irecv(p, (int)n, MPI_BYTE, rank, tag, handle_of(comm), request)
                              : MPI_Isend(p, (int)n, MPI_BYTE, rank, tag, handle_of(comm), request);
         if (!good(comm->world, code, receives ? "MPI_Irecv" : "MPI_Isend")) return;
-        m->ranks[m->n++] = receives ? rank : -1;
+        m->pieces[m->n++] = (mpi_request){receives ? rank : -1, (int)n};
         p += n;
         left -= n;
     }
@@ -99,7 +110,7 @@ static void start(dpl_comm *comm, dpl_op *op) {
     if (!make_room(comm, op)) {
         host->world_fail(comm->world, DPL_ENOMEM, "rank %d: no memory for an exchange",
                          comm->world->rank);
-        comm->world->ops->abort(comm->world, DPL_ENOMEM, comm->world->why);
+        abort_all(comm->world, comm->world->why);
         return;
     }
     mpi_op *m = op->state;
@@ -113,30 +124,49 @@ static void start(dpl_comm *comm, dpl_op *op) {
     op->done = m->n == 0;
 }
 
+// A piece has come: as long as was expected?
+static void receive_piece(dpl_comm *comm, dpl_op *op, const mpi_request *piece,
+                          const MPI_Status *status) {
+    dpl_world *world = comm->world;
+    int bytes = 0;
+    if (piece->rank < 0) return;
+    if (!good(world, MPI_Get_count(status, MPI_BYTE, &bytes), "MPI_Get_count")) return;
+    op->heard[piece->rank] = true;
+    if (bytes == piece->bytes) return;
+    host->world_fail(world, DPL_EINVAL, "mpi: rank %d sends %d bytes to rank %d, which expects %d",
+                     comm->members[piece->rank], bytes, world->rank, piece->bytes);
+    abort_all(world, world->why);
+}
+
 static void advance(dpl_comm *comm, dpl_op *op) {
     mpi_op *m = op->state;
     int n_ready = 0;
-    const int code = MPI_Testsome(m->n, m->requests, &n_ready, m->ready, MPI_STATUSES_IGNORE);
-    if (!good(comm->world, code, "MPI_Testsome")) {
-        comm->world->ops->abort(comm->world, DPL_ECOMM, comm->world->why);
+    const int code = MPI_Testsome(m->n, m->requests, &n_ready, m->ready, m->statuses);
+    if (!good(comm->world, code, "MPI_Testsome")) return;
+    if (n_ready == MPI_UNDEFINED) { // there is no request left
+        op->done = true;
         return;
     }
-    if (n_ready == MPI_UNDEFINED) n_ready = m->n_left; // there is no request left
-    for (int i = 0; i < n_ready && m->n_left > n_ready; i++)
-        if (m->ranks[m->ready[i]] >= 0) op->heard[m->ranks[m->ready[i]]] = true;
+    for (int i = 0; i < n_ready; i++)
+        receive_piece(comm, op, &m->pieces[m->ready[i]], &m->statuses[i]);
     m->n_left -= n_ready;
-    if (n_ready > 0) comm->world->heard_s = host->now();
+    if (n_ready > 0) comm->world->quiet_s = 0;
     op->done = m->n_left == 0;
 }
 
+// Receives are cancelled; what a peer is in the middle of sending is given a moment to come. MPI is
+// not called again after a failure, so nothing arrives later.
 static void withdraw(dpl_comm *comm, dpl_op *op) {
     (void)comm;
     mpi_op *m = op->state;
-    for (int i = 0; m && i < m->n; i++) {
-        if (m->requests[i] == MPI_REQUEST_NULL) continue;
-        if (m->ranks[i] >= 0) MPI_Cancel(&m->requests[i]);
-        MPI_Request_free(&m->requests[i]);
-    }
+    int done = 0;
+    for (int i = 0; m && i < m->n; i++)
+        if (m->requests[i] != MPI_REQUEST_NULL && m->pieces[i].rank >= 0)
+            MPI_Cancel(&m->requests[i]);
+    for (const double end = host->now() + WITHDRAW_S; m && !done && host->now() < end;)
+        if (MPI_Testall(m->n, m->requests, &done, MPI_STATUSES_IGNORE) != MPI_SUCCESS) break;
+    for (int i = 0; m && i < m->n; i++)
+        if (m->requests[i] != MPI_REQUEST_NULL) MPI_Request_free(&m->requests[i]);
 }
 
 /* ---- waiting ---- */
@@ -157,8 +187,7 @@ static void rest(dpl_world *world, uint32_t seen, unsigned n_rests) {
     else usleep(50);
 }
 
-static void abort_all(dpl_world *world, dpl_status status, const char *why) {
-    (void)status;
+static void abort_all(dpl_world *world, const char *why) {
     const mpi_world *w = world->state;
     static char text[512]; // messages may be under way until the process ends
     snprintf(text, sizeof text, "%s", why);
@@ -184,14 +213,17 @@ static MPI_Comm *new_handle(MPI_Comm comm) {
 
 static dpl_status split(dpl_comm *parent, dpl_comm *child) {
     MPI_Comm comm;
-    pthread_mutex_lock(&parent->world->lock);
+    dpl_world *world = parent->world;
+    pthread_mutex_lock(&world->lock);
     const int color = child ? child->members[0] : MPI_UNDEFINED;
     const int code = MPI_Comm_split(handle_of(parent), color, parent->rank, &comm);
-    if (code == MPI_SUCCESS && child) child->state = new_handle(comm);
-    pthread_mutex_unlock(&parent->world->lock);
-    if (code != MPI_SUCCESS) return host->fail(DPL_ECOMM, "MPI_Comm_split failed");
-    if (child && !child->state) return host->fail(DPL_ENOMEM, "no memory for a communicator");
-    return DPL_OK;
+    if (good(world, code, "MPI_Comm_split") && child && !(child->state = new_handle(comm))) {
+        host->world_fail(world, DPL_ENOMEM, "rank %d: no memory for a communicator", world->rank);
+        abort_all(world, world->why);
+    }
+    const dpl_status status = world->failed;
+    pthread_mutex_unlock(&world->lock);
+    return status == DPL_OK ? DPL_OK : host->fail(status, "%s", world->why);
 }
 
 static void close_comm(dpl_comm *comm) {
@@ -232,12 +264,18 @@ static const dpl_comm_ops mpi = {
 // Ranks of this machine that would share a processor do not spin.
 static bool has_processors(void) {
     MPI_Comm shared;
-    int n = 1;
+    cpu_set_t allowed;
+    int n = 1, n_cpus = (int)sysconf(_SC_NPROCESSORS_ONLN);
+    // A rank that is bound to one processor has it for itself.
+    if (sched_getaffinity(0, sizeof allowed, &allowed) == 0) {
+        if (CPU_COUNT(&allowed) == 1) return true;
+        n_cpus = CPU_COUNT(&allowed);
+    }
     if (MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &shared))
         return false;
     MPI_Comm_size(shared, &n);
     MPI_Comm_free(&shared);
-    return n <= sysconf(_SC_NPROCESSORS_ONLN);
+    return n <= n_cpus;
 }
 
 static dpl_status start_mpi(bool *owns_out) {
@@ -248,6 +286,10 @@ static dpl_status start_mpi(bool *owns_out) {
     if (!is_started && MPI_Init_thread(NULL, NULL, MPI_THREAD_SERIALIZED, &level) != MPI_SUCCESS)
         return host->fail(DPL_ECOMM, "MPI_Init_thread failed");
     *owns_out = !is_started;
+    if (is_started) return DPL_OK; // what errors do is that program's choice
+    // Of calls that name no communicator.
+    MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
+    MPI_Comm_set_errhandler(MPI_COMM_SELF, MPI_ERRORS_RETURN);
     return DPL_OK;
 }
 

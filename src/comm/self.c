@@ -33,8 +33,8 @@ static void rest_self(dpl_world *world, uint32_t seen, unsigned n_rests) {
     (void)world, (void)seen, (void)n_rests;
 }
 
-static void abort_self(dpl_world *world, dpl_status status, const char *why) {
-    (void)world, (void)status, (void)why; // there are no others
+static void abort_self(dpl_world *world, const char *why) {
+    (void)world, (void)why; // there are no others
 }
 
 static void leave_self(dpl_world *world) {

@@ -8,13 +8,20 @@
 
 #define SPINS 2000 // about 50 us: longer than ranks that run side by side are apart
 
+typedef struct kept { // what is freed when the last rank has left
+    void (*free)(void *p);
+    void *p;
+    struct kept *next;
+} kept;
+
 typedef struct hub { // of all ranks
     _Atomic uint32_t n_events;
     atomic_int n_asleep, n_refs;
     bool spins; // every rank can have a processor
     atomic_bool failed;
-    pthread_mutex_t lock; // of `why`
+    pthread_mutex_t lock; // of what follows
     char why[512];
+    kept *kept;
 } hub;
 
 // What a rank has started, for the others to fetch.
@@ -24,9 +31,8 @@ typedef struct posted {
     const dpl_op *op;
 } posted;
 
-typedef struct group { // of a communicator
-    atomic_int n_refs;
-    posted at[]; // (R, DPL_OPS_MAX)
+typedef struct group { // of a communicator; lives as long as the hub
+    posted at[1];      // (R, DPL_OPS_MAX)
 } group;
 
 static posted *post_of(const dpl_comm *comm, int rank, uint64_t id) {
@@ -39,18 +45,36 @@ static void tell(hub *h) {
     if (atomic_load(&h->n_asleep) > 0) dpl_futex_wake(&h->n_events, INT32_MAX);
 }
 
-static group *alloc_group(int n_ranks) {
-    group *g = dpl_alloc(sizeof *g + (size_t)n_ranks * DPL_OPS_MAX * sizeof(posted));
-    if (g) atomic_store(&g->n_refs, n_ranks);
-    return g;
+static bool keep_in(hub *h, void (*free)(void *p), void *p) {
+    kept *k = dpl_alloc(sizeof *k);
+    if (!k) return false; // rather lost than freed too early
+    pthread_mutex_lock(&h->lock);
+    *k = (kept){free, p, h->kept};
+    h->kept = k;
+    pthread_mutex_unlock(&h->lock);
+    return true;
+}
+
+static void keep(dpl_world *world, void (*free)(void *p), void *p) {
+    (void)keep_in(world->state, free, p);
+}
+
+// A peer may still look at what a rank that has failed has posted: nothing of it goes before all.
+static group *alloc_group(hub *h, int n_ranks) {
+    group *g = dpl_alloc((size_t)n_ranks * DPL_OPS_MAX * sizeof(posted));
+    if (!g || keep_in(h, dpl_free, g)) return g;
+    dpl_free(g);
+    return NULL;
 }
 
 /* ---- exchanges ---- */
 static void start(dpl_comm *comm, dpl_op *op) {
     posted *mine = post_of(comm, comm->rank, op->id);
-    int n = 0;
-    for (int r = 0; r < comm->n_ranks; r++) n += r != comm->rank && op->send.bytes[r] > 0;
-    atomic_store(&mine->n_untaken, n);
+    // All look at the blocks of all, empty ones too: sizes that differ are found, and who is done
+    // knows that nobody looks any more.
+    op->n_due = (size_t)comm->n_ranks - 1;
+    for (int r = 0; r < comm->n_ranks; r++) op->heard[r] = r == comm->rank;
+    atomic_store(&mine->n_untaken, comm->n_ranks - 1);
     mine->op = op;
     atomic_store(&mine->id, op->id);
     tell(comm->world->state);
@@ -71,7 +95,7 @@ static bool take(dpl_comm *comm, const dpl_op *op, int rank) {
                            "threads: rank %d sends %zu bytes to rank %d, which expects %zu",
                            comm->members[rank], send->bytes[me], comm->members[comm->rank],
                            op->receive.bytes[from]);
-        else
+        else if (send->bytes[me] > 0)
             memcpy((uint8_t *)op->receive.p + op->receive.offset[from],
                    (const uint8_t *)send->p + send->offset[me], send->bytes[me]);
         atomic_fetch_sub(&theirs->n_untaken, 1);
@@ -90,12 +114,11 @@ static void advance(dpl_comm *comm, dpl_op *op) {
         op->n_due--;
     }
     if (op->n_due < n_before) {
-        comm->world->heard_s = dpl_now();
+        comm->world->quiet_s = 0;
         tell(comm->world->state);
     }
     op->done = op->n_due == 0 && atomic_load(&post_of(comm, comm->rank, op->id)->n_untaken) == 0;
-    if (comm->world->failed != DPL_OK)
-        comm->world->ops->abort(comm->world, comm->world->failed, comm->world->why);
+    if (comm->world->failed != DPL_OK) comm->world->ops->abort(comm->world, comm->world->why);
 }
 
 static void withdraw(dpl_comm *comm, dpl_op *op) {
@@ -131,8 +154,7 @@ static void rest(dpl_world *world, uint32_t seen, unsigned n_rests) {
     atomic_fetch_sub(&h->n_asleep, 1);
 }
 
-static void abort_all(dpl_world *world, dpl_status status, const char *why) {
-    (void)status;
+static void abort_all(dpl_world *world, const char *why) {
     hub *h = world->state;
     pthread_mutex_lock(&h->lock);
     if (!atomic_load(&h->failed)) memcpy(h->why, why, strnlen(why, sizeof h->why - 1));
@@ -145,7 +167,8 @@ static void abort_all(dpl_world *world, dpl_status status, const char *why) {
 // The first rank of each new communicator makes what its ranks share.
 static dpl_status split(dpl_comm *parent, dpl_comm *child) {
     const size_t R = (size_t)parent->n_ranks;
-    group *mine = child && child->rank == 0 ? alloc_group(child->n_ranks) : NULL;
+    group *mine = child && child->rank == 0 ? alloc_group(parent->world->state, child->n_ranks)
+                                            : NULL;
     dpl_status status = DPL_OK;
     if (child && child->rank == 0 && !mine)
         status = dpl_fail(DPL_ENOMEM, "no memory for %d ranks", child->n_ranks);
@@ -155,18 +178,21 @@ static dpl_status split(dpl_comm *parent, dpl_comm *child) {
     if (status == DPL_OK) status = dpl_comm_gather_now(parent, &mine, sizeof mine, all);
     for (size_t r = 0; status == DPL_OK && child && r < R; r++)
         if (parent->members[r] == child->members[0]) child->state = all[r];
-    if (status != DPL_OK) dpl_free(mine);
     dpl_free(all);
     return status;
 }
 
 static void close_comm(dpl_comm *comm) {
-    group *g = comm->state;
-    if (g && atomic_fetch_sub(&g->n_refs, 1) == 1) dpl_free(g);
+    (void)comm; // its group goes with the hub
 }
 
 static void leave_hub(hub *h, int n_ranks) {
     if (atomic_fetch_sub(&h->n_refs, n_ranks) != n_ranks) return;
+    for (kept *k = h->kept, *next; k; k = next) {
+        next = k->next;
+        k->free(k->p);
+        dpl_free(k);
+    }
     pthread_mutex_destroy(&h->lock);
     dpl_free(h);
 }
@@ -186,6 +212,7 @@ static const dpl_comm_ops threads = {
     .look = look,
     .rest = rest,
     .abort = abort_all,
+    .keep = keep,
     .leave = leave,
 };
 
@@ -194,21 +221,19 @@ dpl_status dpl_comm_open_threads(int n_ranks, dpl_comm **comms_out) {
     DPL_CHECK(n_ranks >= 1 && n_ranks <= DPL_RANKS_MAX, "%d ranks, expected 1 to %d", n_ranks,
               DPL_RANKS_MAX);
     hub *h = dpl_alloc(sizeof *h);
-    group *g = h ? alloc_group(n_ranks) : NULL;
-    if (!g) {
-        dpl_free(h);
-        return dpl_fail(DPL_ENOMEM, "no memory for %d ranks", n_ranks);
-    }
+    if (!h) return dpl_fail(DPL_ENOMEM, "no memory for %d ranks", n_ranks);
     atomic_store(&h->n_refs, n_ranks);
     h->spins = n_ranks <= dpl_cpus_allowed();
     pthread_mutex_init(&h->lock, NULL);
+    group *g = alloc_group(h, n_ranks);
+    if (!g) {
+        leave_hub(h, n_ranks);
+        return dpl_fail(DPL_ENOMEM, "no memory for %d ranks", n_ranks);
+    }
     for (int r = 0; r < n_ranks; r++) {
         const dpl_status status = dpl_world_open(&threads, r, n_ranks, h, g, &comms_out[r]);
         if (status == DPL_OK) continue;
-        // Those that there are leave first; the rest of the references goes with this call.
-        atomic_fetch_sub(&g->n_refs, n_ranks - r);
         for (int i = r; i > 0; i--) dpl_comm_close(&comms_out[i - 1]);
-        if (r == 0) dpl_free(g);
         leave_hub(h, n_ranks - r);
         return status;
     }

@@ -91,6 +91,12 @@ dpl_status dpl_ctx_set_precision(dpl_ctx *ctx, const char *matmul_precision) {
                     matmul_precision, names[0], names[1], names[2], names[3]);
 }
 
+dpl_status dpl_ctx_join(dpl_ctx *ctx, dpl_comm *comm) {
+    DPL_NEED(ctx);
+    ctx->comm = comm;
+    return DPL_OK;
+}
+
 int dpl_ctx_threads(const dpl_ctx *ctx) {
     return ctx ? dpl_pool_threads(ctx->pool) : 0;
 }

@@ -243,7 +243,7 @@ typedef struct dpl_spread {
     const int32_t *ids, *slot_row; // (T*K)
     const dpl_place *place;        // (E)
     void *const *rows;             // (R)
-    float *const *values;          // (R)
+    float *const *values;          // (R); NULL: there are none
     dpl_dtype dtype;
 } dpl_spread;
 // Each slot's row = that of its token, d 0: not wanted; its number = weights[slot], NULL: not

@@ -425,7 +425,7 @@ static void scatter_rows(const void *args, const dpl_part *part) {
         const void *x = dpl_mat_row(a->x, slot / a->top_k);
         if (a->d > 0)
             copy_row(part->k, x, a->x.dtype, spread_row(&a->to, slot, a->d), a->to.dtype, a->d);
-        if (a->weights) *spread_value(&a->to, slot) = a->weights[slot];
+        if (a->to.values) *spread_value(&a->to, slot) = a->weights[slot];
     }
 }
 

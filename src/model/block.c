@@ -119,7 +119,7 @@ dpl_status dpl_block_forward(dpl_model *m, int layer, const dpl_batch *b, const 
 }
 
 dpl_status dpl_block_backward(dpl_model *m, int layer, const dpl_batch *b, const dpl_aux *aux,
-                              const dpl_block_saved *saved, dpl_mat dx) {
+                              dpl_block_saved *saved, dpl_mat dx) {
     const dpl_model_config *c = &m->config;
     const size_t T = dpl_batch_tokens(b), mark = dpl_ctx_mark(m->ctx);
     const dpl_mat n = saved->act[DPL_ACT_MLP_NORM], dn = dpl_act_alloc(m, T, c->d, true);
@@ -128,6 +128,7 @@ dpl_status dpl_block_backward(dpl_model *m, int layer, const dpl_batch *b, const
         const dpl_status status = dpl_moe_backward(m->ctx, &m->moe, &weights, n, aux, &saved->moe,
                                                    dx, dn);
         if (status != DPL_OK) return dpl_fail_in(status, "layer %d, backward", layer);
+        dpl_moe_forget(&saved->moe);
     } else {
         const dpl_mlp mlp = dense_mlp(m, layer, saved, T);
         dpl_experts_backward(m->ctx, &mlp, dx, dn, false, NULL);

@@ -65,7 +65,7 @@ dpl_status dpl_block_forward(dpl_model *model, int layer, const dpl_batch *batch
                              dpl_block_saved *saved_out);
 // dx: gradient of out on entry, of x on return.
 dpl_status dpl_block_backward(dpl_model *model, int layer, const dpl_batch *batch,
-                              const dpl_aux *aux, const dpl_block_saved *saved, dpl_mat dx);
+                              const dpl_aux *aux, dpl_block_saved *saved, dpl_mat dx);
 
 /* ---- mla.c ---- */
 // act[INPUT] -> act[MLP_INPUT] = input + attention; the blocks between are there already.

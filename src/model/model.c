@@ -319,6 +319,7 @@ dpl_status dpl_layers_forward(dpl_model *m, dpl_layers *l) {
         const size_t mark = dpl_ctx_mark(m->ctx);
         DPL_TRY(dpl_block_forward(m, (int)i, &l->batch, l->aux, l->caches ? &l->caches[i] : NULL,
                                   l->x[i], l->x[i + 1], l->blocks ? &l->blocks[i] : &unused));
+        if (!l->blocks && dpl_model_layer_is_moe(&m->config, i)) dpl_moe_forget(&unused.moe);
         if (!l->blocks) dpl_ctx_release(m->ctx, mark);
     }
     return DPL_OK;
@@ -355,7 +356,8 @@ static dpl_status mtp_forward(pass *p, size_t k, dpl_loss_sums *sums) {
 // dy: gradient of y on entry.
 static dpl_status mtp_backward(pass *p, size_t k, dpl_mat dy) {
     dpl_model *m = p->m;
-    const depth *from = &p->depths[k - 1], *d = &p->depths[k];
+    const depth *from = &p->depths[k - 1];
+    depth *d = &p->depths[k];
     const size_t D = m->config.d, T = dpl_batch_tokens(&d->batch), S = d->batch.n_seq;
     const dpl_mat djoined = dpl_act_alloc(m, T, 2 * D, true), right = dpl_mat_at(djoined, 0, D),
                   dx = dpl_act_alloc(m, T, D, true);
@@ -440,7 +442,8 @@ static dpl_status run_pass(pass *p, dpl_loss_sums *sums) {
     p->depths[0] = (depth){.layer = -1, .norm = DPL_P_FINAL_NORM, .batch = l->batch, .y = l->x[L]};
     head_forward(p, 0);
     for (size_t k = 1; k <= p->n_mtp; k++) DPL_TRY(mtp_forward(p, k, sums));
-    DPL_TRY(read_sums(p, sums));
+    // Whose loss is not finite must not leave the others alone on the way back.
+    DPL_TRY(dpl_comm_agree(m->ranks.comm, read_sums(p, sums)));
     if (p->train) DPL_TRY(backward(p));
     if (p->train) dpl_model_settle_grads(m);
     return DPL_OK;
@@ -488,17 +491,21 @@ dpl_status dpl_model_check_memory(const dpl_model *m, size_t n_batch, size_t n_s
 static dpl_status run_batch(pass *p, dpl_loss_sums *sums_out) {
     dpl_model *m = p->m;
     size_t n_positions = 0;
-    DPL_TRY(check_batch(m, p->batch, &n_positions));
-    DPL_TRY(dpl_model_check_memory(m, p->batch->n_batch, p->batch->n_seq, p->train));
-    DPL_TRY(dpl_model_rope_tables(m, n_positions));
+    dpl_status good = check_batch(m, p->batch, &n_positions);
+    if (good == DPL_OK)
+        good = dpl_model_check_memory(m, p->batch->n_batch, p->batch->n_seq, p->train);
+    if (good == DPL_OK) good = dpl_model_rope_tables(m, n_positions);
+    DPL_TRY(dpl_comm_agree(m->ranks.comm, good));
     const size_t mark = dpl_ctx_mark(m->ctx);
     p->layers.batch = with_positions(m, *p->batch);
     dpl_loss_sums sums = {0};
     dpl_status status = run_pass(p, &sums);
     dpl_ctx_release(m->ctx, mark);
-    if (status == DPL_ENUMERIC) status = explain_not_finite(p);
+    // Layer by layer once more; ranks that stop at different layers would miss each other.
+    if (status == DPL_ENUMERIC && !dpl_ep_is_spread(&m->ranks)) status = explain_not_finite(p);
     dpl_ctx_release(m->ctx, mark);
     dpl_ctx_wait(m->ctx);
+    dpl_ep_forget(&m->ranks);
     if (status == DPL_OK && sums_out) *sums_out = sums;
     return status;
 }

@@ -101,7 +101,8 @@ typedef struct dpl_disk_tensor {
     int rank;
     int64_t shape[2];
     const dpl_param *param; // NULL: a router bias
-    size_t group;           // expert
+    size_t group;           // expert, of those of this rank
+    int owner;              // the rank of dpl_model.ranks that has it; of what all have, this one
     int part;               // gate_up: 0 gate, 1 up; else 0
     float *bias;            // router bias (E), F32 always on disk
     bool copy_of_shared;    // MTP: repeats embedding or head; must be equal when loaded
@@ -181,6 +182,16 @@ double dpl_batch_targets(const dpl_batch *batch, size_t k);
 // Parameters are zero until they are initialized or loaded. Closed by dpl_model_close().
 dpl_status dpl_model_create(dpl_ctx *ctx, const dpl_model_config *config, dpl_dtype dtype,
                             dpl_model **model_out);
+// With the experts spread over the ranks of comm, all else on each of them. Collective, as are its
+// passes, and writing: the lowest rank writes what the others have. NULL: one rank.
+dpl_status dpl_model_create_spread(dpl_ctx *ctx, dpl_comm *comm, const dpl_model_config *config,
+                                   dpl_dtype dtype, dpl_model **model_out);
+static inline bool dpl_param_is_expert(const dpl_param *param) {
+    return param->id == DPL_P_EXPERT_GATE_UP || param->id == DPL_P_EXPERT_DOWN;
+}
+static inline bool dpl_disk_is_here(const dpl_model *model, const dpl_disk_tensor *tensor) {
+    return tensor->owner == model->ranks.comm->rank;
+}
 // Elements, without padding, with n_experts of the experts; a double: exact, and it does not wrap.
 // multiplied: of the matrices that FLOPs are counted of.
 double dpl_params_count(const dpl_model_config *config, bool mtp, size_t n_experts,

@@ -27,6 +27,13 @@ static void add_disk(dpl_model *m, const spec *r, int layer, const dpl_param *pa
     dpl_disk_tensor *t = &m->disk[m->n_disk++];
     const bool vector = r->kind >= DPL_NORM, folder = r->name[strlen(r->name) - 1] == '.';
     *t = (dpl_disk_tensor){.param = param, .group = group, .part = part, .rank = vector ? 1 : 2};
+    t->owner = m->ranks.comm->rank;
+    if (is_expert(r->id)) {
+        const size_t *first = m->ranks.first;
+        t->owner = 0;
+        while (first[t->owner + 1] <= group) t->owner++;
+        t->group = group - first[t->owner];
+    }
     t->shape[0] = (int64_t)(vector ? r->k : r->n);
     t->shape[1] = (int64_t)(vector ? 1 : r->k);
     t->copy_of_shared = param && param->layer != layer;
@@ -46,10 +53,10 @@ static void add_param(dpl_model *m, int layer, const spec *r) {
     dpl_param *param = &p->list[p->n++];
     const bool two = r->kind == DPL_GATE_UP;
     const size_t n = two ? dpl_gate_up_width(r->n) : r->n;
-    const size_t elems = r->n_groups *
-                         (r->kind <= DPL_GATE_UP ? dpl_panel_elems(n, r->k) : n * r->k);
-    *param = (dpl_param){r->id, r->kind,  layer, r->n_groups, n,
-                         r->k,  p->elems, elems, m->n_disk,   false};
+    const size_t n_groups = is_expert(r->id) ? dpl_ep_local_experts(&m->ranks) : r->n_groups;
+    const size_t elems = n_groups * (r->kind <= DPL_GATE_UP ? dpl_panel_elems(n, r->k) : n * r->k);
+    *param = (dpl_param){r->id, r->kind,  layer, n_groups,  n,
+                         r->k,  p->elems, elems, m->n_disk, false};
     p->elems += dpl_round_up(elems, 2 * DPL_PANEL); // two rows of a panel: dpl_to_bf16
     m->by_id[(size_t)(layer + 1) * DPL_P_N + r->id] = param;
     for (size_t group = 0; group < r->n_groups; group++)
@@ -166,6 +173,11 @@ dpl_status dpl_model_begin_training(dpl_model *m) {
 
 dpl_status dpl_model_create(dpl_ctx *ctx, const dpl_model_config *config, dpl_dtype dtype,
                             dpl_model **model_out) {
+    return dpl_model_create_spread(ctx, NULL, config, dtype, model_out);
+}
+
+dpl_status dpl_model_create_spread(dpl_ctx *ctx, dpl_comm *comm, const dpl_model_config *config,
+                                   dpl_dtype dtype, dpl_model **model_out) {
     DPL_TRY(dpl_model_config_check(config));
     dpl_model *m = dpl_alloc(sizeof *m);
     if (!m) return dpl_fail(DPL_ENOMEM, "no memory for a model");
@@ -180,7 +192,8 @@ dpl_status dpl_model_create(dpl_ctx *ctx, const dpl_model_config *config, dpl_dt
     // clang-format on
     const size_t shared_f = config->moe_f * config->n_shared;
     m->moe = (dpl_moe_shape){config->d, config->moe_f, shared_f, rule, dtype};
-    dpl_status status = dpl_ep_ranks_open(ctx, NULL, config->n_experts, NULL, 0, &m->ranks);
+    dpl_status status = dpl_ep_ranks_open(ctx, comm, config->n_experts, NULL, 0, 0, DPL_OK,
+                                          &m->ranks);
     if (status == DPL_OK) status = build(m);
     if (status == DPL_OK) *model_out = m;
     else dpl_model_close(&m);
@@ -315,7 +328,7 @@ void dpl_model_init(dpl_model *m, bool maxtext, double std, uint64_t seed) {
     for (size_t i = 0; i < m->n_disk; i++) {
         const dpl_disk_tensor *t = &m->disk[i];
         if (t->bias) memset(t->bias, 0, m->config.n_experts * sizeof(float));
-        if (t->bias || t->copy_of_shared) continue;
+        if (t->bias || t->copy_of_shared || !dpl_disk_is_here(m, t)) continue;
         const dpl_param_id id = t->param->id;
         const bool attention = id >= DPL_P_Q && id <= DPL_P_O;
         const double size = std > 0 ? std : 1 / sqrt(fan_in(&m->config, t->param, maxtext));

@@ -38,6 +38,8 @@ typedef struct slot {
 } slot;
 
 typedef struct slots {
+    dpl_model *m;
+    dpl_status status; // of fetching what other ranks have
     size_t n;
     slot *at;
     dpl_st_tensor *tensors;
@@ -69,9 +71,11 @@ static dpl_status open_slots(dpl_model *m, const char *const *prefixes, float *c
     const size_t n = m->n_disk * n_flats;
     size_t elems = 0;
     for (size_t i = 0; i < m->n_disk; i++) elems = DPL_MAX(elems, dpl_disk_elems(&m->disk[i]));
-    *s = (slots){0, dpl_alloc_array(n + 1, sizeof *s->at), // one more when reading
-                 dpl_alloc_array(n + 1, sizeof *s->tensors), dpl_alloc_array(elems, sizeof(float)),
-                 dpl_alloc_array(elems, sizeof(float))};
+    *s = (slots){.m = m,
+                 .at = dpl_alloc_array(n + 1, sizeof *s->at), // one more when reading
+                 .tensors = dpl_alloc_array(n + 1, sizeof *s->tensors),
+                 .values = dpl_alloc_array(elems, sizeof(float)),
+                 .other = dpl_alloc_array(elems, sizeof(float))};
     DPL_EXPECT(s->at && s->tensors && s->values && s->other, DPL_ENOMEM,
                "no memory for %zu tensors of up to %zu elements", n, elems);
     for (size_t i = 0; i < n; i++) {
@@ -98,6 +102,7 @@ static dpl_status read_slot(const slots *s, const slot *at) {
                "%s: \"%s\" has rank %d and shape (%lld, %lld), expected rank %d and (%lld, %lld)",
                got->file, got->name, got->rank, (long long)rows, (long long)cols, want->rank,
                (long long)want->shape[0], (long long)want->shape[1]);
+    if (!dpl_disk_is_here(s->m, want)) return DPL_OK;
     if (want->bias) return dpl_st_read_f32(got, want->bias);
     DPL_TRY(dpl_st_read_f32(got, s->values));
     if (!want->copy_of_shared) {
@@ -182,29 +187,99 @@ dpl_status dpl_model_load(dpl_model *m, const char *dir) {
 }
 
 /* ---- writing ---- */
-static const void *slot_data(void *arg, size_t i) {
-    const slots *s = arg;
+#define NO_MORE SIZE_MAX
+
+// The tensor that the lowest rank asks all ranks for; only its owner sends it, to that rank.
+static dpl_status ask(const slots *s, size_t i, size_t *i_out) {
+    const dpl_comm *comm = s->m->ranks.comm;
+    size_t *all = dpl_alloc_array((size_t)comm->n_ranks, sizeof *all);
+    if (!all) {
+        dpl_comm_abort(s->m->ranks.comm, "no memory to write a model");
+        return dpl_fail(DPL_ENOMEM, "no memory to write a model");
+    }
+    const dpl_status status = dpl_comm_gather_now(s->m->ranks.comm, &i, sizeof i, all);
+    *i_out = all[0];
+    dpl_free(all);
+    return status;
+}
+
+static dpl_status move(const slots *s, size_t i) {
+    dpl_comm *comm = s->m->ranks.comm;
     const dpl_disk_tensor *t = s->at[i].t;
+    const size_t R = (size_t)comm->n_ranks, bytes = dpl_disk_elems(t) * sizeof(float);
+    size_t *sizes = dpl_alloc_array(3 * R, sizeof *sizes); // zeros
+    if (!sizes) {
+        dpl_comm_abort(comm, "no memory to write a model");
+        return dpl_fail(DPL_ENOMEM, "no memory to write a model");
+    }
+    size_t *const send = sizes + R, *const receive = sizes + 2 * R;
+    if (dpl_disk_is_here(s->m, t)) dpl_disk_gather(t, s->at[i].flat, s->values);
+    if (dpl_disk_is_here(s->m, t)) send[0] = bytes;
+    if (comm->rank == 0) receive[t->owner] = bytes;
+    dpl_ticket ticket;
+    dpl_status status = dpl_comm_exchange(comm, (dpl_blocks){s->values, sizes, send},
+                                          (dpl_blocks){s->values, sizes, receive}, &ticket);
+    if (status == DPL_OK) status = dpl_comm_wait(comm, ticket);
+    dpl_free(sizes);
+    return status;
+}
+
+// What a rank that does not write does meanwhile.
+static dpl_status serve(const slots *s) {
+    for (size_t i = 0;;) {
+        DPL_TRY(ask(s, NO_MORE, &i));
+        if (i == NO_MORE) return DPL_OK;
+        DPL_TRY(move(s, i));
+    }
+}
+
+// The end of writing, of all ranks: the writer's status is that of all.
+static dpl_status finish(slots *s, bool writes, dpl_status status) {
+    size_t unused;
+    if (!dpl_ep_is_spread(&s->m->ranks)) return status;
+    if (writes && s->status == DPL_OK) s->status = ask(s, NO_MORE, &unused);
+    if (writes && status == DPL_OK) status = s->status;
+    return dpl_comm_agree(s->m->ranks.comm, status);
+}
+
+static const void *slot_data(void *arg, size_t i) {
+    slots *s = arg;
+    const dpl_disk_tensor *t = s->at[i].t;
+    size_t unused;
     if (t->bias) return t->bias;
-    dpl_disk_gather(t, s->at[i].flat, s->values);
+    if (dpl_disk_is_here(s->m, t)) {
+        dpl_disk_gather(t, s->at[i].flat, s->values);
+    } else if (s->status == DPL_OK) {
+        s->status = ask(s, i, &unused);
+        if (s->status == DPL_OK) s->status = move(s, i);
+    }
     if (s->tensors[i].dtype == DPL_ST_F32) return s->values;
     uint16_t *halves = (void *)s->other;
     for (size_t j = 0; j < dpl_disk_elems(t); j++) halves[j] = dpl_f32_to_bf16(s->values[j]);
     return halves;
 }
 
-dpl_status dpl_model_save(dpl_model *m, const char *dir, dpl_dtype dtype, size_t shard_bytes) {
+static dpl_status write_config(const dpl_model *m, const char *dir, dpl_dtype dtype) {
     char path[PATH_MAX];
-    slots s;
     DPL_TRY(dpl_path_join(dir, "config.json", path));
     json_t *config = dpl_model_config_to_json(&m->config, dtype);
-    dpl_status status = config ? dpl_json_write(path, config)
-                               : dpl_fail(DPL_ENOMEM, "no memory for %s", path);
+    const dpl_status status = config ? dpl_json_write(path, config)
+                                     : dpl_fail(DPL_ENOMEM, "no memory for %s", path);
     json_decref(config);
-    DPL_TRY(status);
-    status = open_slots(m, NULL, &m->params.master, 1, dtype, &s);
-    if (status == DPL_OK)
-        status = dpl_st_write_dir(dir, s.tensors, s.n, shard_bytes, slot_data, &s);
+    return status;
+}
+
+dpl_status dpl_model_save(dpl_model *m, const char *dir, dpl_dtype dtype, size_t shard_bytes) {
+    slots s = {0};
+    const bool writes = m->ranks.comm->rank == 0;
+    dpl_status status = writes ? write_config(m, dir, dtype) : DPL_OK;
+    if (status == DPL_OK) status = open_slots(m, NULL, &m->params.master, 1, dtype, &s);
+    status = dpl_comm_agree(m->ranks.comm, status);
+    if (status == DPL_OK) {
+        status = writes ? dpl_st_write_dir(dir, s.tensors, s.n, shard_bytes, slot_data, &s)
+                        : serve(&s);
+        status = finish(&s, writes, status);
+    }
     close_slots(&s);
     return status;
 }
@@ -212,8 +287,13 @@ dpl_status dpl_model_save(dpl_model *m, const char *dir, dpl_dtype dtype, size_t
 dpl_status dpl_model_save_flat(dpl_model *m, const char *path, const char *const *prefixes,
                                float *const *flats, size_t n_flats) {
     slots s;
+    const bool writes = m->ranks.comm->rank == 0;
     dpl_status status = open_slots(m, prefixes, flats, n_flats, DPL_F32, &s);
-    if (status == DPL_OK) status = dpl_st_write(path, s.tensors, s.n, slot_data, &s);
+    status = dpl_comm_agree(m->ranks.comm, status);
+    if (status == DPL_OK) {
+        status = writes ? dpl_st_write(path, s.tensors, s.n, slot_data, &s) : serve(&s);
+        status = finish(&s, writes, status);
+    }
     close_slots(&s);
     return status;
 }

@@ -4,21 +4,22 @@
 // gradient is a dispatch of dy.
 #include "moe/moe.h"
 
-dpl_status dpl_moe_combine(dpl_ctx *ctx, const dpl_ep *ep, dpl_mat rows, const float *row_value,
-                           size_t d, bool accumulate, dpl_mat y, float *slot_value) {
+dpl_status dpl_moe_combine(dpl_ctx *ctx, const dpl_ep *ep, dpl_status mine, dpl_mat rows,
+                           const float *row_value, dpl_ep_numbers numbers, size_t d,
+                           bool accumulate, dpl_mat y, float *slot_value) {
     if (!dpl_ep_is_spread(ep->ranks)) {
+        DPL_TRY(mine);
         dpl_combine_rows(ctx, rows, row_value, ep->slot_row, ep->n_tokens, ep->top_k, d, accumulate,
                          y, slot_value);
         return DPL_OK;
     }
     const size_t mark = dpl_ctx_mark(ctx);
     dpl_spread from;
-    dpl_status status = dpl_ep_meet(ctx, ep, DPL_OK, rows, row_value, &from);
-    if (status == DPL_OK && ep->ranks->n_hosts > 1)
-        status = dpl_remote_fetch(ctx, ep, d, row_value != NULL, &from);
+    dpl_status status = dpl_ep_meet(ctx, ep, mine, rows, row_value, numbers, &from);
+    if (status == DPL_OK && ep->ranks->n_hosts > 1) status = dpl_remote_fetch(ctx, ep, d, &from);
     if (status == DPL_OK) {
         dpl_combine_spread(ctx, &from, ep->n_tokens, ep->top_k, d, accumulate, y,
-                           row_value ? slot_value : NULL);
+                           from.values ? slot_value : NULL);
         dpl_ctx_wait(ctx);
         status = dpl_comm_barrier(ep->ranks->comm); // none reads these rows any more
     }

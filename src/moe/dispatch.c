@@ -4,7 +4,8 @@
 #include "moe/moe.h"
 
 dpl_status dpl_moe_dispatch(dpl_ctx *ctx, const dpl_ep *ep, dpl_status mine, dpl_mat x,
-                            const float *weights, size_t d, dpl_mat rows, float *row_weight) {
+                            const float *weights, dpl_ep_numbers numbers, size_t d, dpl_mat rows,
+                            float *row_weight) {
     if (!dpl_ep_is_spread(ep->ranks)) {
         DPL_TRY(mine);
         dpl_gather_rows(ctx, x, weights, ep->row_slot, ep->top_k, ep->n_rows, d, rows, row_weight);
@@ -12,7 +13,7 @@ dpl_status dpl_moe_dispatch(dpl_ctx *ctx, const dpl_ep *ep, dpl_status mine, dpl
     }
     const size_t mark = dpl_ctx_mark(ctx);
     dpl_spread to;
-    dpl_status status = dpl_ep_meet(ctx, ep, mine, rows, row_weight, &to);
+    dpl_status status = dpl_ep_meet(ctx, ep, mine, rows, row_weight, numbers, &to);
     if (status == DPL_OK) {
         if (ep->ranks->n_hosts > 1) status = dpl_remote_dispatch(ctx, ep, x, weights, d, &to);
         else dpl_scatter_rows(ctx, x, weights, &to, ep->n_tokens, ep->top_k, d);

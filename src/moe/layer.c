@@ -46,6 +46,19 @@ size_t dpl_moe_saved_bytes(const dpl_moe_shape *shape, size_t n_tokens) {
     return count.used_bytes;
 }
 
+// More rows may arrive than anybody foresaw: whether there is step memory for them, forward and on
+// the way back. (With one rank the caller knows beforehand.)
+static dpl_status check_rows(const dpl_ctx *ctx, const dpl_moe_memory *memory,
+                             const dpl_moe_shape *shape, const dpl_moe_saved *s) {
+    const double n = (double)s->ep.n_rows, item = (double)dpl_dtype_bytes(shape->dtype);
+    const double bytes = 2 * n * item * (double)(dpl_gate_up_width(shape->f) + shape->f);
+    if (memory || !dpl_ep_is_spread(s->ep.ranks)) return DPL_OK;
+    DPL_EXPECT(bytes < (double)dpl_arena_free_bytes(ctx->arena), DPL_ENOMEM,
+               "no step memory for the %zu rows that arrive: about %.3g GB", s->ep.n_rows,
+               1e-9 * bytes);
+    return DPL_OK;
+}
+
 // What the experts read and where they leave it. One rank has every token here: products read them
 // where they lie, and only weights are moved.
 static dpl_status find_rows(dpl_ctx *ctx, const dpl_moe_shape *shape, dpl_mat x, dpl_moe_saved *s,
@@ -63,21 +76,23 @@ static dpl_status find_rows(dpl_ctx *ctx, const dpl_moe_shape *shape, dpl_mat x,
     return dpl_ep_rows_alloc(&s->ep, shape->d, shape->dtype, out_out, &unused);
 }
 
-static dpl_status run(dpl_ctx *ctx, const dpl_moe_shape *shape, dpl_mat x, dpl_moe_saved *s,
-                      dpl_mat y) {
+static dpl_status run(dpl_ctx *ctx, const dpl_moe_shape *shape, dpl_status mine, dpl_mat x,
+                      dpl_moe_saved *s, dpl_mat y) {
     const bool has_shared = shape->shared_f > 0, direct = !has_shared || y.dtype == DPL_F32;
     const bool spread = dpl_ep_is_spread(s->ep.ranks);
     const size_t d = shape->d, n_tokens = s->ep.n_tokens;
     const dpl_mat sum = direct ? y : dpl_moe_mat(ctx, NULL, n_tokens, d, DPL_F32);
     dpl_mat out = {0};
-    dpl_status status = find_rows(ctx, shape, x, s, &out);
-    status = dpl_moe_dispatch(ctx, &s->ep, status, x, s->weights, spread ? d : 0,
+    if (mine == DPL_OK) mine = find_rows(ctx, shape, x, s, &out);
+    dpl_status status = mine;
+    status = dpl_moe_dispatch(ctx, &s->ep, status, x, s->weights, DPL_EP_WANTED, spread ? d : 0,
                               spread ? s->experts.x : (dpl_mat){0}, s->experts.row_weight);
     if (status == DPL_OK) {
         dpl_experts_forward(ctx, &s->experts, out);
         if (has_shared) dpl_experts_forward(ctx, &s->shared, sum);
         dpl_ctx_phase(ctx, DPL_PHASE_COMBINE);
-        status = dpl_moe_combine(ctx, &s->ep, out, NULL, d, has_shared, sum, NULL);
+        status = dpl_moe_combine(ctx, &s->ep, DPL_OK, out, NULL, DPL_EP_NONE, d, has_shared, sum,
+                                 NULL);
     }
     if (status == DPL_OK && !direct) dpl_copy(ctx, sum, n_tokens, d, y);
     if (spread) dpl_ep_rows_free(&s->ep, out.p);
@@ -103,9 +118,10 @@ dpl_status dpl_moe_forward_in(dpl_ctx *ctx, const dpl_ep_ranks *ranks, const dpl
         s.shared = (dpl_mlp){.groups = dpl_one_group(n_tokens), .x = x};
         s.shared.gate_up_w = weights->shared_gate_up;
         s.shared.down_w = weights->shared_down;
-        keep_rows(ctx, memory, shape, &s);
+        status = check_rows(ctx, memory, shape, &s);
+        if (status == DPL_OK) keep_rows(ctx, memory, shape, &s);
         const size_t mark = dpl_ctx_mark(ctx);
-        status = run(ctx, shape, x, &s, y);
+        status = run(ctx, shape, status, x, &s, y);
         dpl_ctx_release(ctx, mark);
     }
     dpl_ctx_phase(ctx, outside);
@@ -143,14 +159,15 @@ dpl_status dpl_moe_backward(dpl_ctx *ctx, const dpl_moe_shape *shape,
     dpl_mat drows;
     const dpl_phase outside = dpl_ctx_phase(ctx, DPL_PHASE_COMBINE);
     dpl_status status = alloc_gradients(ctx, shape, &saved->ep, &drows, &drow_weight);
-    status = dpl_moe_dispatch(ctx, &saved->ep, status, dy, NULL, d, drows, NULL);
+    status = dpl_moe_dispatch(ctx, &saved->ep, status, dy, NULL, DPL_EP_NONE, d, drows, NULL);
     dpl_mlp experts = saved->experts, shared = saved->shared;
     shared.x = x; // the caller may have moved it
     if (!spread) experts.x = x;
     if (status == DPL_OK) {
         dpl_experts_backward(ctx, &experts, drows, drows, false, drow_weight);
         dpl_ctx_phase(ctx, DPL_PHASE_DISPATCH);
-        status = dpl_moe_combine(ctx, &saved->ep, drows, drow_weight, d, false, dx, dweights);
+        status = dpl_moe_combine(ctx, &saved->ep, DPL_OK, drows, drow_weight, DPL_EP_WANTED, d,
+                                 false, dx, dweights);
     }
     if (status == DPL_OK) {
         dpl_ctx_phase(ctx, DPL_PHASE_ROUTER);

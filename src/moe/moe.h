@@ -42,9 +42,10 @@ typedef struct dpl_ep_ranks {
     dpl_comm *comm;
     dpl_window *window; // NULL with one rank
     size_t n_experts;
-    size_t *first;  // (R + 1): rank r has the experts first[r] .. first[r+1]-1
-    size_t n_hosts; // whose ranks have memory in common
-    int *host;      // (R): number of its host
+    size_t *first;       // (R + 1): rank r has the experts first[r] .. first[r+1]-1
+    size_t n_hosts;      // whose ranks have memory in common
+    int *host;           // (R): number of its host
+    size_t memory_bytes; // of this machine: rows that it cannot hold are refused
 } dpl_ep_ranks;
 
 // The expert-parallel exchange of one call. Arrays are host memory unless they say otherwise.
@@ -121,8 +122,10 @@ dpl_status dpl_moe_prepare(dpl_ctx *ctx, const int32_t *ids, dpl_status mine, dp
 // comm NULL: one rank. n_local (R): how many experts each rank has; NULL: as equal as can be.
 // Ranks of one machine whose `island` is the same are one host; below 0 each is one by itself.
 // Collective. `ranks` is zero before, and closed by the caller after a failure.
+// `form` is of what else must be equal on all ranks, such as the width of rows: DPL_EINVAL names a
+// rank where something differs. `mine`: what this rank has found so far.
 dpl_status dpl_ep_ranks_open(dpl_ctx *ctx, dpl_comm *comm, size_t n_experts, const size_t *n_local,
-                             int island, dpl_ep_ranks *ranks);
+                             int island, uint64_t form, dpl_status mine, dpl_ep_ranks *ranks);
 void dpl_ep_ranks_close(dpl_ep_ranks *ranks);
 static inline bool dpl_ep_is_spread(const dpl_ep_ranks *ranks) {
     return ranks->comm->n_ranks > 1;
@@ -144,25 +147,28 @@ dpl_status dpl_remote_dispatch(dpl_ctx *ctx, const dpl_ep *ep, dpl_mat x, const 
                                size_t d, const dpl_spread *local);
 // Brings the rows that the experts of other hosts have for this rank, into the arena: `spread` has
 // them beside those of this host after it.
-dpl_status dpl_remote_fetch(dpl_ctx *ctx, const dpl_ep *ep, size_t d, bool values,
-                            dpl_spread *spread);
+dpl_status dpl_remote_fetch(dpl_ctx *ctx, const dpl_ep *ep, size_t d, dpl_spread *spread);
 
 /* ---- dispatch.c, combine.c: each is the gradient of the other ---- */
 // Collective; `mine` as above; what a peer found is returned by all. With more ranks than one, rows
 // and numbers are those of a block that dpl_ep_rows_alloc() gave.
 //
-// rows (N, D) = those of their tokens, d 0: not wanted; row_weight (N) = weights of their slots,
-// NULL: not wanted.
+// Whether numbers go along is the same on all ranks, else DPL_EINVAL; a rank that has none to give
+// and none to take may leave it to the others.
+typedef enum dpl_ep_numbers { DPL_EP_NONE, DPL_EP_WANTED, DPL_EP_ANY } dpl_ep_numbers;
+// rows (N, D) = those of their tokens, d 0: not wanted; row_weight (N) = weights of their slots.
 dpl_status dpl_moe_dispatch(dpl_ctx *ctx, const dpl_ep *ep, dpl_status mine, dpl_mat x,
-                            const float *weights, size_t d, dpl_mat rows, float *row_weight);
+                            const float *weights, dpl_ep_numbers numbers, size_t d, dpl_mat rows,
+                            float *row_weight);
 // y (T, D) = the sum of the K rows of a token in slot order, or += with accumulate (y F32).
-// slot_value (T, K) = row_value (N) of their rows, 0 where skipped. NULL: not wanted.
-dpl_status dpl_moe_combine(dpl_ctx *ctx, const dpl_ep *ep, dpl_mat rows, const float *row_value,
-                           size_t d, bool accumulate, dpl_mat y, float *slot_value);
+// slot_value (T, K) = row_value (N) of their rows, 0 where skipped.
+dpl_status dpl_moe_combine(dpl_ctx *ctx, const dpl_ep *ep, dpl_status mine, dpl_mat rows,
+                           const float *row_value, dpl_ep_numbers numbers, size_t d,
+                           bool accumulate, dpl_mat y, float *slot_value);
 // The memory of the rows and numbers of the ranks of this host (others: NULL), from the arena: all
 // ranks are there.
 dpl_status dpl_ep_meet(dpl_ctx *ctx, const dpl_ep *ep, dpl_status mine, dpl_mat rows,
-                       const float *values, dpl_spread *spread_out);
+                       const float *values, dpl_ep_numbers numbers, dpl_spread *spread_out);
 
 /* ---- experts.c ---- */
 void dpl_experts_forward(dpl_ctx *ctx, const dpl_mlp *mlp, dpl_mat y);

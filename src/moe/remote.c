@@ -100,8 +100,17 @@ static uint8_t *place_blocks(dpl_ctx *ctx, size_t R, size_t *at, const size_t *b
     return dpl_ctx_alloc(ctx, all);
 }
 
-// What this rank sends to the counterparts and what it gets as one; way back: the reverse. The
-// bytes of packets are those of whole packets, or of one row and one number for each row.
+// On the way back: a number for each row, then the rows.
+static size_t number_bytes(size_t n_rows) {
+    return dpl_round_up(n_rows * sizeof(float), DPL_ALIGN);
+}
+
+static size_t back_bytes(const dpl_ep *ep, int source, size_t host, size_t row_bytes) {
+    const size_t n = count_rows(ep, source, host);
+    return number_bytes(n) + dpl_round_up(n * row_bytes, DPL_ALIGN);
+}
+
+// What this rank sends to the counterparts and what it gets as one; back: the reverse.
 static mail address(dpl_ctx *ctx, const dpl_ep *ep, size_t row_bytes, bool back) {
     const dpl_ep_ranks *ranks = ep->ranks;
     const int me = ranks->comm->rank, R = ranks->comm->n_ranks;
@@ -111,12 +120,11 @@ static mail address(dpl_ctx *ctx, const dpl_ep *ep, size_t row_bytes, bool back)
            *from = back ? m.send_bytes : m.receive_bytes;
     for (size_t h = 0; h < ranks->n_hosts; h++)
         if (h != mine)
-            to[counterpart(ranks, me, h)] =
-                back ? dpl_round_up(count_rows(ep, me, h) * (row_bytes + 4), DPL_ALIGN)
-                     : packet_at(ep, me, h, row_bytes, NULL, NULL);
+            to[counterpart(ranks, me, h)] = back ? back_bytes(ep, me, h, row_bytes)
+                                                 : packet_at(ep, me, h, row_bytes, NULL, NULL);
     for (int s = 0; s < R; s++)
         if (ranks->host[s] != (int)mine && counterpart(ranks, s, mine) == me)
-            from[s] = back ? dpl_round_up(count_rows(ep, s, mine) * (row_bytes + 4), DPL_ALIGN)
+            from[s] = back ? back_bytes(ep, s, mine, row_bytes)
                            : packet_at(ep, s, mine, row_bytes, NULL, NULL);
     m.send = place_blocks(ctx, (size_t)R, m.send_at, m.send_bytes);
     m.receive = place_blocks(ctx, (size_t)R, m.receive_at, m.receive_bytes);
@@ -129,8 +137,8 @@ static dpl_status start(const dpl_ep *ep, const mail *m, dpl_ticket *ticket_out)
 }
 
 /* ---- there ---- */
-static void pack(dpl_ctx *ctx, const dpl_ep *ep, dpl_mat x, const float *weights, size_t d,
-                 dpl_dtype dtype, const mail *m) {
+static void pack(dpl_ctx *ctx, const dpl_ep *ep, dpl_mat x, const float *weights, bool numbers,
+                 size_t d, dpl_dtype dtype, const mail *m) {
     const dpl_ep_ranks *ranks = ep->ranks;
     const int me = ranks->comm->rank;
     const int32_t *tokens = ep->unique_token;
@@ -146,7 +154,7 @@ static void pack(dpl_ctx *ctx, const dpl_ep *ep, dpl_mat x, const float *weights
         EACH_EXPERT(ranks, h, owner, e) {
             const size_t first = (size_t)ep->sorted[e], n = (size_t)(ep->sorted[e + 1]) - first;
             memcpy(p.index + row, ep->row_unique + first, n * sizeof *p.index);
-            if (weights)
+            if (numbers)
                 dpl_gather_rows(ctx, x, weights, ep->row_slot + first, ep->top_k, n, 0,
                                 (dpl_mat){0}, p.values + row);
             row += n;
@@ -195,7 +203,8 @@ dpl_status dpl_remote_dispatch(dpl_ctx *ctx, const dpl_ep *ep, dpl_mat x, const 
                                size_t d, const dpl_spread *local) {
     const mail m = address(ctx, ep, d * dpl_dtype_bytes(local->dtype), false);
     dpl_ticket ticket;
-    pack(ctx, ep, x, weights, d, local->dtype, &m);
+    const bool numbers = local->values != NULL;
+    pack(ctx, ep, x, weights, numbers, d, local->dtype, &m);
     dpl_ctx_wait(ctx);
     DPL_TRY(start(ep, &m, &ticket));
     dpl_scatter_rows(ctx, x, weights, local, ep->n_tokens, ep->top_k, d); // meanwhile
@@ -203,30 +212,30 @@ dpl_status dpl_remote_dispatch(dpl_ctx *ctx, const dpl_ep *ep, dpl_mat x, const 
     DPL_TRY(dpl_comm_wait(ep->ranks->comm, ticket));
     for (int s = 0; s < ep->ranks->comm->n_ranks; s++)
         if (m.receive_bytes[s] > 0)
-            unpack(ctx, ep, s, d, weights != NULL, local, m.receive + m.receive_at[s]);
+            unpack(ctx, ep, s, d, numbers, local, m.receive + m.receive_at[s]);
     return DPL_OK;
 }
 
 /* ---- and back ---- */
-static void collect(dpl_ctx *ctx, const dpl_ep *ep, int source, size_t d, bool values,
-                    const dpl_spread *local, uint8_t *to) {
+static void collect(dpl_ctx *ctx, const dpl_ep *ep, int source, size_t d, const dpl_spread *local,
+                    uint8_t *to) {
     const size_t row_bytes = d * dpl_dtype_bytes(local->dtype);
     const size_t n_rows = count_rows(ep, source, (size_t)ep->ranks->host[ep->ranks->comm->rank]);
-    float *numbers = (float *)(void *)(to + n_rows * row_bytes);
+    float *numbers = (float *)(void *)to;
+    to += number_bytes(n_rows);
     size_t at = 0;
     EACH_BLOCK(ep, source, owner, e, row, n) {
         const dpl_mat from = {(uint8_t *)local->rows[owner] + (size_t)row * row_bytes, d,
                               local->dtype};
         dpl_copy(ctx, from, (size_t)n, d, (dpl_mat){to + at * row_bytes, d, local->dtype});
-        if (values)
+        if (local->values)
             dpl_copy(ctx, dpl_mat_f32(local->values[owner] + row, 1), (size_t)n, 1,
                      dpl_mat_f32(numbers + at, 1));
         at += (size_t)n;
     }
 }
 
-dpl_status dpl_remote_fetch(dpl_ctx *ctx, const dpl_ep *ep, size_t d, bool values,
-                            dpl_spread *spread) {
+dpl_status dpl_remote_fetch(dpl_ctx *ctx, const dpl_ep *ep, size_t d, dpl_spread *spread) {
     const dpl_ep_ranks *ranks = ep->ranks;
     const size_t row_bytes = d * dpl_dtype_bytes(spread->dtype), E = ep->n_experts;
     const int me = ranks->comm->rank, R = ranks->comm->n_ranks;
@@ -236,25 +245,25 @@ dpl_status dpl_remote_fetch(dpl_ctx *ctx, const dpl_ep *ep, size_t d, bool value
     float **numbers = dpl_ctx_alloc(ctx, (size_t)R * sizeof *numbers);
     dpl_ticket ticket;
     for (int s = 0; s < R; s++)
-        if (m.send_bytes[s] > 0) collect(ctx, ep, s, d, values, spread, m.send + m.send_at[s]);
+        if (m.send_bytes[s] > 0) collect(ctx, ep, s, d, spread, m.send + m.send_at[s]);
     dpl_ctx_wait(ctx);
     DPL_TRY(start(ep, &m, &ticket));
     memcpy(place, ep->place, E * sizeof *place);
     memcpy(rows, spread->rows, (size_t)R * sizeof *rows);
-    memcpy(numbers, spread->values, (size_t)R * sizeof *numbers);
+    if (spread->values) memcpy(numbers, spread->values, (size_t)R * sizeof *numbers);
     for (size_t h = 0; h < ranks->n_hosts; h++) {
         if ((int)h == ranks->host[me]) continue;
         uint8_t *p = m.receive + m.receive_at[counterpart(ranks, me, h)];
         int64_t row = 0;
         EACH_EXPERT(ranks, h, owner, e) {
             place[e] = (dpl_place){row - ep->sorted[e], owner};
-            rows[owner] = p;
-            numbers[owner] = (float *)(void *)(p + count_rows(ep, me, h) * row_bytes);
+            numbers[owner] = (float *)(void *)p;
+            rows[owner] = p + number_bytes(count_rows(ep, me, h));
             row += ep->sorted[e + 1] - ep->sorted[e];
         }
     }
     spread->place = place;
     spread->rows = rows;
-    spread->values = numbers;
+    if (spread->values) spread->values = numbers;
     return dpl_comm_wait(ranks->comm, ticket);
 }
