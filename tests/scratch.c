@@ -36,8 +36,8 @@ int scratch_close(void **state) {
 }
 
 const char *scratch_path(const char *format, ...) {
-    static char paths[16][8192];
-    static int next;
+    static _Thread_local char paths[16][8192];
+    static _Thread_local int next;
     char *path = paths[next++ % 16];
     const int n = snprintf(path, sizeof paths[0], "%s/", root);
     va_list args;

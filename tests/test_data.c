@@ -82,7 +82,7 @@ static void epochs_and_positions(void **state) {
     check_ok(dpl_tokens_alloc(2, 16, &two));
     int order[40];
     for (uint64_t step = 0; step < 20; step++) {
-        dpl_data_train(&data, 2 * step, &batch);
+        dpl_data_train(&data, 2 * step, 0, &batch);
         for (int row = 0; row < 2; row++) {
             int window = 0;
             while (memcmp(batch.ids + row * 16, (int32_t[16]){byte_at((size_t)window * 16)}, 4) !=
@@ -101,16 +101,16 @@ static void epochs_and_positions(void **state) {
     }
     dpl_data again = open_data(config, 2); // a new process at step 7
     for (uint64_t step = 7; step < 16; step++) {
-        dpl_data_train(&data, 2 * step, &batch);
-        dpl_data_train(&again, 2 * step, &two);
+        dpl_data_train(&data, 2 * step, 0, &batch);
+        dpl_data_train(&again, 2 * step, 0, &two);
         assert_memory_equal(batch.ids, two.ids, 4 * 2 * 16 * sizeof(int32_t));
     }
     dpl_data_close(&again);
     run_set(config, "enable_data_shuffling=false");
-    dpl_data_train(&data, 12, &batch);
+    dpl_data_train(&data, 12, 0, &batch);
     assert_int_equal(batch.ids[0], byte_at(32));
     run_set(config, "reuse_example_batch=1");
-    dpl_data_train(&data, 12, &batch);
+    dpl_data_train(&data, 12, 0, &batch);
     assert_int_equal(batch.ids[0], byte_at(0));
     dpl_data_close(&data);
     dpl_tokens_free(&batch);
@@ -140,7 +140,7 @@ static void each_token_once(void **state) {
             const uint64_t n = dpl_data_samples(&data, eval);
             for (uint64_t first = 0; first < n; first += 3) {
                 if (eval) dpl_data_eval(&data, first, &b);
-                else dpl_data_train(&data, first, &b);
+                else dpl_data_train(&data, first, 0, &b);
                 for (size_t i = 0; i < 3 * 16; i++) {
                     if (first + i / 16 >=
                         n) { // past the last: padding, or in training the next epoch
@@ -183,7 +183,7 @@ static void check_rows(const dpl_data *data, size_t n_rows, const char *const *i
     check_ok(dpl_tokens_alloc(1, 8, &b));
     assert_int_equal(dpl_data_samples(data, false), n_rows);
     for (size_t row = 0; row < n_rows; row++) {
-        dpl_data_train(data, row, &b);
+        dpl_data_train(data, row, 0, &b);
         for (size_t i = 0; i < 8; i++) {
             assert_int_equal(b.ids[i], ids[row][i] == '-' ? 0 : ids[row][i]);
             assert_int_equal(b.targets[i], targets[row][i] == '-' ? -1 : targets[row][i]);
@@ -331,8 +331,8 @@ static void synthetic_is_one_batch(void **state) {
     dpl_tokens a, b;
     check_ok(dpl_tokens_alloc(4, 16, &a));
     check_ok(dpl_tokens_alloc(4, 16, &b));
-    dpl_data_train(&data, 0, &a);
-    dpl_data_train(&data, 400, &b);
+    dpl_data_train(&data, 0, 0, &a);
+    dpl_data_train(&data, 400, 0, &b);
     assert_memory_equal(a.ids, b.ids, 4 * 64 * sizeof(int32_t));
     for (int i = 0; i < 64; i++) {
         assert_true(a.ids[i] >= 0 && a.ids[i] < 256 && a.segment[i] == 1 &&

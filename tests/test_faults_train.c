@@ -70,11 +70,11 @@ static void the_norm_counts_every_gradient_once(void **state) {
     double norm = 0;
     dpl_model_zero_grads(t->model);
     for (size_t e = 0; e < 4; e++) grad[e * one] = (float)(2 * (e + 1));
-    check_ok(dpl_optimizer_norm(&t->optimizer, &norm));
+    check_ok(dpl_optimizer_norm(&t->optimizer, NULL, &norm));
     assert_true(fabs(norm - 10.954452) < 1e-6);
     dpl_model_grad(t->model, embed)[0] = 5;
     dpl_model_grad(t->model, dpl_model_param(t->model, 3, DPL_P_MTP_ENORM))[1] = 12;
-    check_ok(dpl_optimizer_norm(&t->optimizer, &norm));
+    check_ok(dpl_optimizer_norm(&t->optimizer, NULL, &norm));
     assert_true(fabs(norm - 17) < 1e-12); // 4 + 16 + 36 + 64 + 25 + 144 = 289
     assert_true(fabs(dpl_optimizer_apply(&t->optimizer, 0.01, norm) - 1) < 1e-12);
     dpl_ctx_wait(ctx);

@@ -1,15 +1,17 @@
 #!/usr/bin/env bash
-# Runs the suites of the communicator and of expert parallelism as processes of an MPI, and lets a
-# rank give up or fall silent there: the others name it, and the launcher ends, with an error and in
-# time. Usage: test_mpi.sh openmpi|mpich BUILD [RANKS ...]
+# Runs the suites of the communicator and of expert parallelism as processes of an MPI; trains there,
+# with the bits of ranks that are threads; and lets a rank give up or fall silent: the others name
+# it, and the launcher ends, with an error and in time. Usage: test_mpi.sh openmpi|mpich BUILD [RANKS ...]
 set -euo pipefail
 mpi=${1:?openmpi or mpich}
 build=${2:?build folder}
 shift 2
 numbers=("$@")
 [ ${#numbers[@]} -gt 0 ] || numbers=(2 3)
-out=$(mktemp)
-trap 'rm -f "$out"' EXIT
+root=$(cd "$(dirname "$0")/.." && pwd)
+work=$(mktemp -d)
+out=$work/out
+trap 'rm -rf "$work"' EXIT
 # Containers run as root, and have fewer processors than ranks.
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 export OMPI_MCA_rmaps_base_oversubscribe=1 OMPI_MCA_btl_base_warn_component_unused=0
@@ -32,6 +34,18 @@ for n in "${numbers[@]}"; do
         [ "$(grep -c '  PASSED  ' "$out")" -eq "$n" ] || fail "$suite: not $n ranks passed"
     done
 done
+
+# The same mesh has the same bits on both transports; a launcher's ranks need not be told.
+mesh=(ici_expert_parallelism=2 per_device_batch_size=2 gradient_accumulation_steps=2)
+options=("$root/configs/bench-small.yml" "${mesh[@]}" max_target_length=64 steps=4 eval_interval=-1
+    "dataset_path=$root/data/shakespeare.txt" "base_output_directory=$work")
+results() { sed -E 's/"(seconds|mfu|[a-z_]*_ms|t[a-z_]*_per_[a-z_]*device)": *[^,}]*,? ?//g' "$work/$1/metrics.jsonl"; }
+"$build/dropless" train "${options[@]}" ranks=2 run_name=threads > "$out" 2>&1 || fail "training on threads"
+launch 2 "$build/dropless" train "${options[@]}" run_name=processes || fail "training failed"
+[ "$(results threads)" = "$(results processes)" ] || fail "processes train otherwise than threads"
+cmp "$work"/{threads,processes}/checkpoints/3/model.safetensors || fail "other weights than threads"
+! launch 2 "$build/dropless" train "${options[@]}" ranks=3 run_name=wrong || fail "ranks=3 of 2 was accepted"
+grep -q "ranks=3, but the launcher started 2" "$out" || fail "ranks=3 of 2: another error"
 
 for how in abort silent; do
     start=$SECONDS

@@ -370,9 +370,9 @@ static void not_finite_changes_nothing(void **state) {
     const dpl_param *experts = dpl_model_param(t->model, 1, DPL_P_EXPERT_GATE_UP);
     dpl_model_grad(t->model, experts)[experts->elems / 8 * 3 + 7] = INFINITY;
     double norm;
-    check_error(dpl_optimizer_norm(&t->optimizer, &norm), DPL_ENUMERIC, "layer 1",
+    check_error(dpl_optimizer_norm(&t->optimizer, NULL, &norm), DPL_ENUMERIC, "layer 1",
                 "model.layers.1.mlp.experts.3.");
-    check_error(dpl_optimizer_norm(&t->optimizer, &norm), DPL_ENUMERIC, "mlp.experts",
+    check_error(dpl_optimizer_norm(&t->optimizer, NULL, &norm), DPL_ENUMERIC, "mlp.experts",
                 "not finite");
     dpl_trainer_close(&t);
     dpl_trainer_close(&same);

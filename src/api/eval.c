@@ -14,8 +14,8 @@ static dpl_status eval_data(dpl_model *model, const dpl_data *data, const dpl_op
     dpl_tokens t;
     DPL_TRY(dpl_api_check_batch(&model->config, n_batch, n_seq));
     DPL_TRY(dpl_tokens_alloc(n_batch, n_seq, &t));
-    const dpl_status status = dpl_evaluate(model, data, &(dpl_loss_rule){0}, o->eval_steps, &t,
-                                           progress, arg, metrics_out);
+    const dpl_status status = dpl_evaluate(model, NULL, data, &(dpl_loss_rule){0}, o->eval_steps,
+                                           &t, progress, arg, metrics_out);
     dpl_tokens_free(&t);
     return status;
 }

@@ -148,9 +148,9 @@ static dpl_status run_steps(probe *p, size_t n_steps) {
     DPL_TRY(dpl_optimizer_open(o, p->model, &p->optimizer));
     for (size_t i = 0; i < n_steps; i++) {
         double norm;
-        if (i > 0) DPL_TRY(dpl_train_pass(p->model, &p->rule, &p->tokens, NULL, &p->sums));
+        if (i > 0) DPL_TRY(dpl_train_pass(p->model, NULL, &p->rule, &p->tokens, NULL, &p->sums));
         if (i > 0) update_bias(p, false);
-        DPL_TRY(dpl_optimizer_norm(&p->optimizer, &norm));
+        DPL_TRY(dpl_optimizer_norm(&p->optimizer, NULL, &norm));
         dpl_optimizer_apply(&p->optimizer, o->learning_rate, norm);
     }
     dpl_ctx_wait(p->model->ctx);
@@ -173,7 +173,7 @@ static dpl_status run_probe(probe *p, const char *input_path, const dpl_probe_op
     p->model->probe = on_tensor;
     p->model->probe_arg = p;
     DPL_TRY(dpl_model_begin_training(p->model));
-    DPL_TRY(dpl_train_pass(p->model, &p->rule, &p->tokens, NULL, &p->sums));
+    DPL_TRY(dpl_train_pass(p->model, NULL, &p->rule, &p->tokens, NULL, &p->sums));
     p->model->probe = NULL; // later passes are those of other weights
     collect_targets(p, "targets", 0);
     collect_mask(p);

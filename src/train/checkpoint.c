@@ -198,6 +198,10 @@ dpl_status dpl_checkpoint_resolve(const char *path, char *dir_out) {
 }
 
 /* ---- the trainer's state ---- */
+static json_int_t global_batch(const dpl_trainer *t) {
+    return (json_int_t)t->batch.n_batch * t->mesh.world->n_ranks;
+}
+
 static dpl_status write_state(const dpl_trainer *t, const char *path) {
     json_t *options = json_object();
     dpl_option_info info;
@@ -206,7 +210,7 @@ static dpl_status write_state(const dpl_trainer *t, const char *path) {
     json_t *state = json_pack("{s:i, s:I, s:I, s:I, s:I, s:I, s:I, s:s, s:o}", "version", 1, "step",
                               t->step - 1, "n_updates", t->optimizer.n_updates, "data_position",
                               t->position, "data_samples", dpl_data_samples(&t->data, false),
-                              "global_batch", t->batch.n_batch, "max_target_length", t->batch.n_seq,
+                              "global_batch", global_batch(t), "max_target_length", t->batch.n_seq,
                               "cpu_level", dpl_ctx_cpu_level(t->ctx), "options", options);
     const dpl_status status = dpl_json_write(path, state);
     json_decref(state);
@@ -226,15 +230,17 @@ static dpl_status apply_state(dpl_trainer *t, json_t *state, const char *path) {
     DPL_EXPECT(version == 1 && (uint64_t)step < most && (uint64_t)n_updates < most &&
                    (uint64_t)position < most,
                DPL_EFORMAT, "%s: another version than 1, or a count out of range", path);
-    DPL_CHECK(n_batch == (json_int_t)t->batch.n_batch && n_seq == (json_int_t)t->batch.n_seq,
-              "%s has %lld sequences of %lld tokens a step, the configuration has %zu of %zu: "
-              "per_device_batch_size * gradient_accumulation_steps, max_target_length",
-              path, (long long)n_batch, (long long)n_seq, t->batch.n_batch, t->batch.n_seq);
-    if (samples != (json_int_t)dpl_data_samples(&t->data, false))
+    const bool speaks = dpl_mesh_is_first(&t->mesh);
+    DPL_CHECK(n_batch == global_batch(t) && n_seq == (json_int_t)t->batch.n_seq,
+              "%s has %lld sequences of %lld tokens a step, the configuration has %lld of %zu: "
+              "ranks * per_device_batch_size * gradient_accumulation_steps, max_target_length",
+              path, (long long)n_batch, (long long)n_seq, (long long)global_batch(t),
+              t->batch.n_seq);
+    if (speaks && samples != (json_int_t)dpl_data_samples(&t->data, false))
         dpl_log("warning: the training data has %llu samples, it had %lld when %s was written: a "
                 "run with other data needs another run_name",
                 (unsigned long long)dpl_data_samples(&t->data, false), (long long)samples, path);
-    if (!dpl_is(level, own_level))
+    if (speaks && !dpl_is(level, own_level))
         dpl_log("notice: %s was written at CPU level %s, this is %s: results go on within rounding",
                 path, level, own_level);
     t->step = step + 1;
@@ -244,31 +250,47 @@ static dpl_status apply_state(dpl_trainer *t, json_t *state, const char *path) {
 }
 
 /* ---- save and load ---- */
+// The ranks that share the experts with the first one hand it theirs.
 static dpl_status write_parts(dpl_trainer *t, const char *dir) {
     char path[PATH_MAX];
     float *const flats[] = {t->optimizer.m, t->optimizer.v};
     DPL_TRY(dpl_model_save(t->model, dir, DPL_F32, 0));
-    DPL_TRY(dpl_path_join(dir, "optimizer.safetensors", path));
+    DPL_TRY(dpl_comm_agree(t->mesh.experts, dpl_path_join(dir, "optimizer.safetensors", path)));
     DPL_TRY(dpl_model_save_flat(t->model, path, moments, flats, DPL_COUNT(flats)));
+    if (!dpl_mesh_is_first(&t->mesh)) return DPL_OK;
     DPL_TRY(dpl_path_join(dir, "trainer.json", path));
     DPL_TRY(write_state(t, path));
     return write_manifest(dir);
 }
 
+static dpl_status write_checkpoint(dpl_trainer *t, const char *name) {
+    char checkpoints[PATH_MAX], path[PATH_MAX];
+    dpl_out out = {0};
+    dpl_status status = DPL_OK;
+    const bool writes = dpl_mesh_is_first(&t->mesh);
+    if (writes) status = dpl_path_join(t->run_dir, "checkpoints", checkpoints);
+    if (writes && status == DPL_OK) status = dpl_path_join(checkpoints, name, path);
+    if (writes && status == DPL_OK) status = dpl_out_open_dir(path, &out);
+    DPL_TRY(dpl_comm_agree(t->mesh.experts, status));
+    status = write_parts(t, writes ? out.temp : "");
+    return writes ? dpl_out_close(&out, status) : status;
+}
+
 dpl_status dpl_trainer_save(dpl_trainer *t) {
-    char checkpoints[PATH_MAX], path[PATH_MAX], name[32];
-    dpl_out out;
+    char checkpoints[PATH_MAX], name[32];
     DPL_NEED(t);
     DPL_CHECK(t->step > 0, "there is nothing to save before the first step");
     snprintf(name, sizeof name, "%lld", (long long)t->step - 1);
-    DPL_TRY(dpl_path_join(t->run_dir, "checkpoints", checkpoints));
-    DPL_TRY(dpl_path_join(checkpoints, name, path));
-    DPL_TRY(dpl_out_open_dir(path, &out));
-    const dpl_status status = dpl_out_close(&out, write_parts(t, out.temp));
-    if (status != DPL_OK) return dpl_fail_in(status, "checkpoint of step %s", name);
+    // All other ranks have what these have.
+    dpl_status status = DPL_OK;
+    if (t->mesh.world->rank < t->mesh.n_expert) status = write_checkpoint(t, name);
+    if (status != DPL_OK) status = dpl_fail_in(status, "checkpoint of step %s", name);
+    DPL_TRY(dpl_comm_agree(t->mesh.world, status));
     t->saved = t->step - 1;
     const int64_t n_keep = t->o->max_num_checkpoints_to_keep;
-    if (n_keep > 0 && remove_all_but(n_keep, checkpoints, is_step) != DPL_OK)
+    if (n_keep == 0 || !dpl_mesh_is_first(&t->mesh)) return DPL_OK;
+    DPL_TRY(dpl_path_join(t->run_dir, "checkpoints", checkpoints));
+    if (remove_all_but(n_keep, checkpoints, is_step) != DPL_OK)
         dpl_log("warning: an old checkpoint could not be removed: %s", dpl_error_message());
     return DPL_OK;
 }

@@ -117,10 +117,11 @@ uint64_t dpl_data_samples(const dpl_data *data, bool eval) {
     return eval ? eval_set(data)->n_samples : data->train.n_samples;
 }
 
-void dpl_data_train(const dpl_data *data, uint64_t position, dpl_tokens *tokens) {
+void dpl_data_train(const dpl_data *data, uint64_t position, size_t first, dpl_tokens *tokens) {
     const uint64_t n = data->train.n_samples, seed = (uint64_t)data->o->data_shuffle_seed;
     const bool shuffles = data->o->enable_data_shuffling && !data->train.fixed.n_batch;
     if (data->o->reuse_example_batch) position = 0;
+    position += first;
     for (size_t row = 0; row < tokens->n_batch; row++, position++) {
         const uint64_t i = position % n;
         const uint64_t sample = shuffles ? dpl_shuffle(n, seed, position / n, i) : i;

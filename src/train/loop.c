@@ -1,13 +1,15 @@
 // loop.c - the run: steps, evaluations, checkpoints at their times, and the files that tell of it.
 //
 // Order after a step: its row and line, then an evaluation, then a checkpoint. A resumed run cuts
-// metrics.jsonl back to its checkpoint: the file reads as if the run had never been interrupted.
+// metrics.jsonl back to its checkpoint: the file reads as if the run had never been interrupted. Of
+// several ranks the first writes and speaks; all agree after each step whether to go on.
 #include <stdio.h>
 #include <stdlib.h>
 
 #include "train/train.h"
 
 static dpl_status write_line(dpl_trainer *t) {
+    if (!dpl_mesh_is_first(&t->mesh)) return DPL_OK;
     DPL_EXPECT(fprintf(t->log, "%s\n", t->line) >= 0 && fflush(t->log) == 0, DPL_EIO,
                "%s/log.txt: cannot be written: %m", t->run_dir);
     if (t->events.line) t->events.line(t->events.arg, t->line);
@@ -21,6 +23,10 @@ static dpl_status write_line(dpl_trainer *t) {
     } while (0)
 
 static dpl_status write_row(dpl_trainer *t, json_t *row) {
+    if (!dpl_mesh_is_first(&t->mesh)) {
+        json_decref(row);
+        return DPL_OK;
+    }
     char *text = row ? json_dumps(row, JSON_REAL_PRECISION(17)) : NULL;
     json_decref(row);
     if (!text) return dpl_fail(DPL_ENOMEM, "no memory for a row of metrics.jsonl");
@@ -49,6 +55,7 @@ static dpl_status open_text(const dpl_trainer *t, const char *path, FILE **file_
 
 static dpl_status open_files(dpl_trainer *t) {
     char path[PATH_MAX];
+    if (!dpl_mesh_is_first(&t->mesh)) return DPL_OK;
     DPL_TRY(dpl_make_dirs(t->run_dir));
     DPL_TRY(dpl_trainer_lock(t));
     DPL_TRY(dpl_path_join(t->run_dir, "config.yml", path));
@@ -59,6 +66,20 @@ static dpl_status open_files(dpl_trainer *t) {
     DPL_TRY(dpl_path_join(t->run_dir, "metrics.jsonl", path));
     if (t->step > 0) DPL_TRY(dpl_metrics_cut(path, t->step - 1, !evaluates_again(t)));
     return open_text(t, path, &t->metrics);
+}
+
+// Rank r stands at r / expert along data and at r % expert along expert.
+static dpl_status write_mesh(dpl_trainer *t) {
+    const dpl_mesh *mesh = &t->mesh;
+    const double bytes = (double)t->model->params.elems * (t->model->params.copy ? 18 : 16);
+    SAY(t, "mesh: data %d x fsdp 1 x expert %d, %s: %d ranks of %d threads", mesh->n_data,
+        mesh->n_expert, dpl_comm_name(mesh->world), mesh->world->n_ranks, dpl_ctx_threads(t->ctx));
+    for (int first = 0; first < mesh->world->n_ranks; first += mesh->n_expert)
+        SAY(t, " data %d: ranks %d to %d, experts in this order", first / mesh->n_expert, first,
+            first + mesh->n_expert - 1);
+    SAY(t, " %.1f MB of weights, gradients and optimizer a rank; experts a rank: %zu of %zu",
+        1e-6 * bytes, dpl_ep_local_experts(&t->model->ranks), t->model->config.n_experts);
+    return DPL_OK;
 }
 
 static dpl_status write_head(dpl_trainer *t) {
@@ -81,8 +102,10 @@ static dpl_status write_head(dpl_trainer *t) {
     SAY(t, "machine: %d threads, CPU level %s, peak %.1f GFLOP/s", dpl_ctx_threads(t->ctx),
         dpl_ctx_cpu_level(t->ctx), t->peak_flops * 1e-9);
     SAY(t, "data: %llu training samples of %zu tokens, %zu a step; %llu for evaluation",
-        (unsigned long long)dpl_data_samples(&t->data, false), t->batch.n_seq, t->batch.n_batch,
+        (unsigned long long)dpl_data_samples(&t->data, false), t->batch.n_seq,
+        t->batch.n_batch * (size_t)t->mesh.world->n_ranks,
         (unsigned long long)dpl_data_samples(&t->data, true));
+    if (t->mesh.world->n_ranks > 1) DPL_TRY(write_mesh(t));
     if (t->step > 0) SAY(t, "resuming after step %lld", (long long)t->step - 1);
     if (t->step >= t->n_steps)
         SAY(t, "nothing to do: the run has its %lld steps; give more steps, or another run_name",
@@ -124,6 +147,14 @@ static dpl_status evaluate(dpl_trainer *t, int64_t step) {
     return DPL_OK;
 }
 
+// A request to stop that one rank has got stops all of them after the same step.
+static dpl_status agree_on_stop(dpl_trainer *t, bool *stops_out) {
+    int64_t n_stops = t->stop;
+    DPL_TRY(dpl_comm_sum_i64(t->mesh.world, &n_stops, 1));
+    *stops_out = n_stops > 0;
+    return DPL_OK;
+}
+
 static dpl_status save(dpl_trainer *t, bool due) {
     if (!due || !t->o->enable_checkpointing || t->step == 0 || t->saved == t->step - 1)
         return DPL_OK;
@@ -135,8 +166,10 @@ static dpl_status save(dpl_trainer *t, bool due) {
 static dpl_status train(dpl_trainer *t) {
     const dpl_options *o = t->o;
     const int64_t first = t->step;
+    bool stops;
     if (evaluates_again(t)) DPL_TRY(evaluate(t, t->saved));
-    while (t->step < t->n_steps && !t->stop && !t->done) {
+    DPL_TRY(agree_on_stop(t, &stops));
+    while (t->step < t->n_steps && !stops && !t->done) {
         const int64_t step = t->step;
         DPL_TRY(train_step(t));
         if (step == first)
@@ -145,8 +178,9 @@ static dpl_status train(dpl_trainer *t) {
         DPL_TRY(evaluate(t, step));
         const bool due = step > 0 ? step % o->checkpoint_period == 0 : o->save_checkpoint_on_start;
         DPL_TRY(save(t, due));
+        DPL_TRY(agree_on_stop(t, &stops));
     }
-    const bool stopped = t->stop && t->step < t->n_steps && !t->done;
+    const bool stopped = stops && t->step < t->n_steps && !t->done;
     DPL_TRY(save(t, stopped || o->save_checkpoint_on_completion));
     if (!stopped) return DPL_OK;
     return dpl_fail(DPL_EINTR, "stopped on request after %lld steps", (long long)t->step);
@@ -160,6 +194,8 @@ dpl_status dpl_trainer_run(dpl_trainer *t, const dpl_trainer_events *events) {
     dpl_status status = open_files(t);
     if (status == DPL_OK) status = write_head(t);
     if (status == DPL_OK) status = train(t);
+    // The others may wait for this rank: they end with its message.
+    if (status != DPL_OK && status != DPL_EINTR) dpl_comm_abort(t->mesh.world, dpl_error_message());
     if (t->log) fclose(t->log);
     if (t->metrics) fclose(t->metrics);
     t->log = t->metrics = NULL;

@@ -131,13 +131,16 @@ void dpl_optimizer_close(dpl_optimizer *opt) {
 
 static dpl_status name_bad_gradient(const dpl_model *model, const dpl_param *param) {
     const dpl_disk_tensor *t = &model->disk[param->disk];
-    while (t->param == param && dpl_disk_is_finite(t, model->params.grad)) t++;
+    while (t->param == param &&
+           (!dpl_disk_is_here(model, t) || dpl_disk_is_finite(t, model->params.grad)))
+        t++;
+    if (t->param != param) t = &model->disk[param->disk]; // it is that of another rank
     char layer[32] = "";
     if (param->layer >= 0) snprintf(layer, sizeof layer, "layer %d, ", param->layer);
     return dpl_fail(DPL_ENUMERIC, "%s%s: the gradient is not finite", layer, t->name);
 }
 
-dpl_status dpl_optimizer_norm(dpl_optimizer *opt, double *norm_out) {
+dpl_status dpl_optimizer_norm(dpl_optimizer *opt, const dpl_mesh *mesh, double *norm_out) {
     const dpl_model *model = opt->model;
     const dpl_param *param = model->params.list;
     double sum = 0;
@@ -146,6 +149,7 @@ dpl_status dpl_optimizer_norm(dpl_optimizer *opt, double *norm_out) {
         if (opt->trains[i])
             dpl_sum(model->ctx, dpl_model_grad(model, param), true, param->elems, &opt->squares[i]);
     dpl_ctx_wait(model->ctx);
+    if (mesh) DPL_TRY(dpl_mesh_sum_squares(mesh, model, opt->squares));
     for (size_t i = 0; i < model->params.n; i++) {
         if (!isfinite(opt->squares[i])) return name_bad_gradient(model, &model->params.list[i]);
         sum += opt->squares[i];

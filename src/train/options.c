@@ -32,7 +32,7 @@ static const char *const maxtext_keys[] = {
     "gmm_quantization=|none", "te_gmm_quantization=|none", "skip_step_on_spikes=false",
     "abort_on_nan_loss=true", "abort_on_inf_loss=true", "tokenizer_path=", "add_bos=false",
     "add_eos=false", "grain_train_files=", "grain_file_type=arrayrecord", "hf_path=",
-    "hf_train_files=", MESH("fsdp"), MESH("expert"), MESH("data"), MESH("tensor"), MESH("pipeline"),
+    "hf_train_files=", MESH("tensor"), MESH("pipeline"),
     MESH("context"), MESH("sequence"),
     "hardware", "skip_jax_distributed_system", "scan_layers", "param_scan_axis", "megablox",
     "jax_cache_dir", "enable_tensorboard", "log_config", "log_period", "metrics_file",

@@ -22,7 +22,14 @@
     X(T, base_output_directory, "", "", "Folder of the run directories; empty: runs.") \
     X(T, run_name, "", "", "Name of the run directory; empty: run. A run there is resumed.") \
     X(I, steps, "150001", "-1 ..", "Optimizer steps in all; -1: learning_rate_schedule_steps.") \
-    X(I, ranks, "1", "1 .. 1", "Processes that train together.") \
+    X(I, ranks, "1", "1 .. 4096", "Ranks that train together, threads; under MPI its processes.") \
+    X(I, ici_data_parallelism, "1", "-1 ..", "Ranks along data, which hold all; -1: the rest.") \
+    X(I, ici_fsdp_parallelism, "-1", "-1 ..", "Ranks along fsdp, so far 1; -1: the rest.") \
+    X(I, ici_expert_parallelism, "1", "-1 ..", "Ranks that share the experts; -1: the rest.") \
+    X(I, dcn_data_parallelism, "-1", "-1 ..", "Times so many along data; -1: 1.") \
+    X(I, dcn_fsdp_parallelism, "1", "-1 ..", "Times so many along fsdp; -1: 1.") \
+    X(I, dcn_expert_parallelism, "1", "-1 ..", "Times so many along expert; -1: 1.") \
+    X(F, comm_timeout_s, "300", "> 0", "Seconds without a word after which a rank is given up.") \
     X(I, threads, "0", "0 .. 4096", "Threads; 0: as many as allowed. Results are the same.") \
     X(C, decoder_block, "llama2", "deepseek|llama2", "Kind of layer; train needs deepseek.") \
     X(C, attention_type, "global", "mla|global", "Kind of attention; train needs mla.") \
@@ -161,6 +168,21 @@ dpl_loss_rule dpl_options_loss(const dpl_options *o);
 // A fresh model's values, by weight_init, init_std and init_weights_seed.
 void dpl_options_init(const dpl_options *o, dpl_model *model);
 
+/* ---- the mesh of ranks (mesh.c) ---- */
+typedef struct dpl_mesh {
+    dpl_comm *world, *experts, *replicas; // all; those that share the experts; with the same ones
+    int n_data, n_expert;
+} dpl_mesh;
+// comm NULL: one rank. Collective. `mesh` is zero before, and closed after a failure too.
+dpl_status dpl_mesh_open(const dpl_options *o, dpl_comm *comm, dpl_mesh *mesh);
+// What does not fit the mesh.
+dpl_status dpl_mesh_check(const dpl_mesh *mesh, const dpl_options *o, size_t n_experts);
+void dpl_mesh_close(dpl_mesh *mesh);
+bool dpl_mesh_is_first(const dpl_mesh *mesh); // the rank that writes files and speaks
+// Over the ranks, in their order. Collective.
+dpl_status dpl_mesh_sum_gradients(const dpl_mesh *mesh, dpl_model *model);
+dpl_status dpl_mesh_sum_squares(const dpl_mesh *mesh, const dpl_model *model, double *squares);
+
 /* ---- data (data.c) ---- */
 typedef struct dpl_tokens { // (n_batch, n_seq) each, one owned block of memory
     size_t n_batch, n_seq;
@@ -194,8 +216,8 @@ typedef struct dpl_data {
 dpl_status dpl_data_open(const dpl_options *o, size_t n_batch, size_t vocab, dpl_data *data);
 void dpl_data_close(dpl_data *data);
 uint64_t dpl_data_samples(const dpl_data *data, bool eval); // of an epoch; 0: no such data
-// Samples position, position + 1, ... of the endless sequence of epochs, in the shuffled order.
-void dpl_data_train(const dpl_data *data, uint64_t position, dpl_tokens *tokens);
+// Samples position + first, ... of the endless sequence of epochs, in the shuffled order.
+void dpl_data_train(const dpl_data *data, uint64_t position, size_t first, dpl_tokens *tokens);
 // Evaluation samples first, first + 1, ..; rows past the last are padding.
 void dpl_data_eval(const dpl_data *data, uint64_t first, dpl_tokens *tokens);
 // The i-th of 0 .. n-1 in the order of (seed, epoch): a permutation that needs no memory.
@@ -216,7 +238,8 @@ typedef struct dpl_optimizer {
 dpl_status dpl_optimizer_open(const dpl_options *o, dpl_model *model, dpl_optimizer *optimizer);
 void dpl_optimizer_close(dpl_optimizer *optimizer);
 // L2 norm of the gradients that train. DPL_ENUMERIC names the tensor whose gradient is not finite.
-dpl_status dpl_optimizer_norm(dpl_optimizer *optimizer, double *norm_out);
+// mesh NULL: one rank.
+dpl_status dpl_optimizer_norm(dpl_optimizer *optimizer, const dpl_mesh *mesh, double *norm_out);
 // Clips gradients of this norm, and gives the norm after that.
 double dpl_optimizer_apply(dpl_optimizer *optimizer, double rate, double norm);
 
@@ -225,6 +248,7 @@ struct dpl_trainer {
     dpl_ctx *ctx;
     dpl_config *config; // our own copy, resolved
     const dpl_options *o;
+    dpl_mesh mesh;
     dpl_model *model;
     dpl_data data;
     dpl_optimizer optimizer;
@@ -246,13 +270,14 @@ struct dpl_trainer {
 };
 
 // Gradients and losses of a batch, one micro-batch after the other; of one alone, `micro` may be
-// NULL. Tokens per expert are counted from 0.
-dpl_status dpl_train_pass(dpl_model *model, const dpl_loss_rule *rule, const dpl_tokens *batch,
-                          dpl_tokens *micro, dpl_loss_sums *sums_out);
-// Loss over `most` batches of the size of `tokens` (0, -1: all) of evaluation data.
-dpl_status dpl_evaluate(dpl_model *model, const dpl_data *data, const dpl_loss_rule *rule,
-                        int64_t most, dpl_tokens *tokens, dpl_progress_fn progress, void *arg,
-                        dpl_eval_metrics *metrics_out);
+// NULL. Tokens per expert are counted from 0. Of all ranks of the mesh; NULL: one rank.
+dpl_status dpl_train_pass(dpl_model *model, const dpl_mesh *mesh, const dpl_loss_rule *rule,
+                          const dpl_tokens *batch, dpl_tokens *micro, dpl_loss_sums *sums_out);
+// Loss over `most` batches of the size of `tokens`, of all ranks together (0, -1: all), of
+// evaluation data.
+dpl_status dpl_evaluate(dpl_model *model, const dpl_mesh *mesh, const dpl_data *data,
+                        const dpl_loss_rule *rule, int64_t most, dpl_tokens *tokens,
+                        dpl_progress_fn progress, void *arg, dpl_eval_metrics *metrics_out);
 // DPL_EIO: another process has the run directory. One that is not there is left for the next call.
 dpl_status dpl_trainer_lock(dpl_trainer *t);
 

@@ -50,14 +50,32 @@ static dpl_status find_origin(const dpl_trainer *t, origin *from) {
     return path[0] ? dpl_checkpoint_resolve(path, from->dir) : DPL_OK;
 }
 
+// The first rank looks into the folders: it removes what a killed run has left there.
+static dpl_status agree_on_origin(dpl_trainer *t, origin *from) {
+    const size_t R = (size_t)t->mesh.world->n_ranks;
+    origin *all = dpl_alloc_array(R, sizeof *all);
+    dpl_status status = all ? DPL_OK : dpl_fail(DPL_ENOMEM, "no memory for %zu ranks", R);
+    *from = (origin){0};
+    if (status == DPL_OK && dpl_mesh_is_first(&t->mesh)) {
+        status = dpl_trainer_lock(t); // later where there is no such folder yet
+        if (status == DPL_OK) status = find_origin(t, from);
+    }
+    status = dpl_comm_agree_on(t->mesh.world, status, from, sizeof *from, all);
+    if (status == DPL_OK) *from = all[0];
+    dpl_free(all);
+    return status;
+}
+
 static dpl_status open_model(dpl_trainer *t, const origin *from) {
     dpl_model_config sizes;
     if (from->dir[0]) DPL_TRY(dpl_config_adopt(t->config, from->dir, &sizes));
     else DPL_TRY(dpl_config_model(t->config, &sizes));
+    DPL_TRY(dpl_mesh_check(&t->mesh, t->o, sizes.n_experts));
     DPL_TRY(dpl_ctx_set_precision(t->ctx, t->o->matmul_precision));
-    DPL_TRY(dpl_model_create(t->ctx, &sizes, dpl_options_dtype(t->o), &t->model));
+    DPL_TRY(dpl_model_create_spread(t->ctx, t->mesh.experts, &sizes, dpl_options_dtype(t->o),
+                                    &t->model));
     DPL_TRY(dpl_model_begin_training(t->model));
-    dpl_options_warn(t->o, &sizes);
+    if (dpl_mesh_is_first(&t->mesh)) dpl_options_warn(t->o, &sizes);
     if (!from->dir[0]) dpl_options_init(t->o, t->model);
     else if (!from->full) return dpl_model_load(t->model, from->dir);
     return DPL_OK; // everything else is loaded when there is an optimizer
@@ -74,7 +92,8 @@ static dpl_status open_batches(dpl_trainer *t) {
     DPL_TRY(dpl_tokens_alloc(n_rows, S, &t->batch));
     DPL_TRY(dpl_tokens_alloc(B, S, &t->micro));
     DPL_TRY(dpl_tokens_alloc(own > 0 ? (size_t)own : B, S, &t->eval));
-    DPL_TRY(dpl_data_open(t->o, n_rows, t->model->config.vocab, &t->data));
+    DPL_TRY(dpl_data_open(t->o, n_rows * (size_t)t->mesh.world->n_ranks, t->model->config.vocab,
+                          &t->data));
     DPL_CHECK(t->o->eval_interval <= 0 || dpl_data_samples(&t->data, true) > 0,
               "eval_interval needs data: eval_dataset_path and eval_split_fraction give none");
     t->step_flops = (double)(n_rows / B) * dpl_model_flops(&t->model->config, B, S);
@@ -88,7 +107,8 @@ static void set_lengths(dpl_trainer *t) {
     t->schedule_length = scheduled > 0 ? scheduled : t->n_steps;
     if (o->num_epoch == 0) return;
     const double samples = (double)dpl_data_samples(&t->data, false) * (double)o->num_epoch;
-    const double most = DPL_MAX(1.0, samples / (double)t->batch.n_batch);
+    const double n_rows = (double)t->batch.n_batch * (double)t->mesh.world->n_ranks;
+    const double most = DPL_MAX(1.0, samples / n_rows);
     if (most < (double)t->n_steps) t->n_steps = (int64_t)most;
 }
 
@@ -96,8 +116,8 @@ static dpl_status open_parts(dpl_trainer *t) {
     origin from;
     t->o = &t->config->o;
     DPL_TRY(resolve_run(t));
-    DPL_TRY(dpl_trainer_lock(t)); // later where there is no such folder yet
-    DPL_TRY(find_origin(t, &from));
+    DPL_TRY(dpl_mesh_open(t->o, t->ctx->comm, &t->mesh));
+    DPL_TRY(agree_on_origin(t, &from));
     DPL_TRY(open_model(t, &from));
     DPL_TRY(open_batches(t));
     DPL_TRY(dpl_optimizer_open(t->o, t->model, &t->optimizer));
@@ -116,6 +136,8 @@ dpl_status dpl_trainer_open(dpl_ctx *ctx, const dpl_config *config, dpl_trainer 
     t->saved = t->lock_fd = -1;
     dpl_status status = dpl_config_clone(config, &t->config);
     if (status == DPL_OK) status = open_parts(t);
+    // The others may wait for this rank: they end with its message.
+    if (status != DPL_OK && t->mesh.world) dpl_comm_abort(t->mesh.world, dpl_error_message());
     if (status != DPL_OK) dpl_trainer_close(&t);
     if (status == DPL_OK) *trainer_out = t;
     return status;
@@ -131,6 +153,7 @@ void dpl_trainer_close(dpl_trainer **trainer) {
     dpl_tokens_free(&t->micro);
     dpl_tokens_free(&t->eval);
     dpl_config_close(&t->config);
+    dpl_mesh_close(&t->mesh);
     if (t->lock_fd >= 0) close(t->lock_fd);
     dpl_free(t);
     *trainer = NULL;

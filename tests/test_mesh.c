@@ -1,0 +1,225 @@
+/*
+ * test_mesh.c - training over a mesh of ranks: losses, counts, norms and weights are those of one
+ * rank, checkpoints go from any mesh to any other, and what one rank finds ends all.
+ */
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <cmocka.h>
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "ranks.h"
+#include "scratch.h"
+#include "trainkit.h"
+
+enum { STEPS = 5, BATCH = 12, R_MAX = 6 };
+
+typedef struct shape {
+    int n_data, n_expert;
+    const char *extra; // an assignment
+} shape;
+
+typedef struct result {
+    dpl_step_metrics steps[STEPS];
+    dpl_eval_metrics eval;
+    dpl_status status;
+    char error[512];
+} result;
+
+typedef struct job {
+    shape shape;
+    const char *run_name;
+    int first, end;  // steps
+    result *results; // (R)
+} job;
+
+static dpl_config *mesh_config(const job *j, int n_ranks) {
+    dpl_config *config = run_config("mtp_num_layers=1", "load_balance_loss_weight=0.01",
+                                    "router_z_loss_weight=0.001", "eval_split_fraction=0.2",
+                                    "dataset_type=text", "max_target_length=24", NULL);
+    run_set(config, "dataset_path=%s", DPL_SOURCE_DIR "/data/shakespeare.txt");
+    run_set(config, "vocab_size=256");
+    run_set(config, "eval_steps=4");
+    run_set(config, "per_device_batch_size=%d", BATCH / 2 / n_ranks);
+    run_set(config, "gradient_accumulation_steps=2");
+    run_set(config, "ici_data_parallelism=%d", j->shape.n_data);
+    run_set(config, "ici_expert_parallelism=%d", j->shape.n_expert);
+    run_set(config, "run_name=%s", j->run_name);
+    if (j->shape.extra) run_set(config, "%s", j->shape.extra);
+    return config;
+}
+
+static dpl_status run_steps_of(dpl_trainer *t, const job *j, result *r) {
+    assert_int_equal(dpl_trainer_next_step(t), j->first);
+    for (int step = j->first; step < j->end; step++) DPL_TRY(dpl_trainer_step(t, &r->steps[step]));
+    DPL_TRY(dpl_trainer_evaluate(t, &r->eval));
+    return dpl_trainer_save(t);
+}
+
+static void run_rank(dpl_comm *comm, void *arg) {
+    const job *j = arg;
+    result *r = &j->results[comm->rank];
+    dpl_ctx *ctx = run_ctx(1 + comm->rank % 2);
+    dpl_config *config = mesh_config(j, comm->n_ranks);
+    dpl_trainer *t = NULL;
+    check_ok(dpl_ctx_join(ctx, comm));
+    r->status = dpl_trainer_open(ctx, config, &t);
+    if (r->status == DPL_OK) r->status = run_steps_of(t, j, r);
+    snprintf(r->error, sizeof r->error, "%s", r->status == DPL_OK ? "" : dpl_error_message());
+    dpl_trainer_close(&t);
+    dpl_config_close(&config);
+    dpl_ctx_close(&ctx);
+}
+
+static void run_job(const job *j) {
+    ranks_run("threads", j->shape.n_data * j->shape.n_expert, run_rank, (void *)(uintptr_t)j);
+}
+
+static bool close_to(double a, double b, double bound) {
+    return fabs(a - b) <= bound * DPL_MAX(1, fabs(b));
+}
+
+static void check_same(const result *a, const result *b, int first, int end, const char *what) {
+    for (int i = first; i < end; i++) {
+        const dpl_step_metrics *x = &a->steps[i], *y = &b->steps[i];
+        // Sums over tokens go in another order; in fp32 that is what the weights see.
+        const double bound = i == 0 ? 1e-12 : 2e-5;
+        if (!close_to(x->loss, y->loss, bound) || !close_to(x->lm_loss, y->lm_loss, bound) ||
+            !close_to(x->mtp_loss, y->mtp_loss, bound) ||
+            !close_to(x->moe_lb_loss, y->moe_lb_loss, bound) ||
+            !close_to(x->router_z_loss, y->router_z_loss, bound) ||
+            !close_to(x->raw_grad_norm, y->raw_grad_norm, 2e-5) ||
+            x->total_weights != y->total_weights || x->learning_rate != y->learning_rate)
+            fail_msg("%s, step %d: loss %.9g and %.9g, norm %.9g and %.9g", what, i, x->loss,
+                     y->loss, x->raw_grad_norm, y->raw_grad_norm);
+    }
+    assert_true(a->steps[first].load_max_over_mean == b->steps[first].load_max_over_mean);
+    assert_true(close_to(a->eval.loss, b->eval.loss, 2e-5));
+    assert_int_equal(a->eval.n_tokens, b->eval.n_tokens);
+}
+
+static void every_mesh_trains_alike(void **state) {
+    (void)state;
+    static const shape shapes[] = {{1, 1, NULL},
+                                   {1, 2, NULL},
+                                   {2, 1, NULL},
+                                   {3, 1, NULL},
+                                   {3, 2, NULL},
+                                   {1, 2, "ici_fsdp_parallelism=1"},
+                                   {2, 1, "dcn_data_parallelism=1"}};
+    static result results[DPL_COUNT(shapes)][R_MAX];
+    scratch_open(NULL);
+    for (size_t i = 0; i < DPL_COUNT(shapes); i++) {
+        char name[32];
+        snprintf(name, sizeof name, "alike%zu", i);
+        const job j = {shapes[i], name, 0, STEPS, results[i]};
+        run_job(&j);
+        for (int r = 0; r < shapes[i].n_data * shapes[i].n_expert; r++) {
+            assert_string_equal(results[i][r].error, "");
+            check_same(&results[i][r], &results[0][0], 0, STEPS, name);
+        }
+    }
+    scratch_close(NULL);
+}
+
+// A chain of meshes, each of which goes on from the checkpoint of the one before.
+static void checkpoints_go_to_any_mesh(void **state) {
+    (void)state;
+    static const shape shapes[STEPS] = {
+        {1, 2, NULL}, {2, 1, NULL}, {1, 1, NULL}, {3, 2, NULL}, {1, 1, NULL}};
+    static result whole[R_MAX], part[R_MAX];
+    scratch_open(NULL);
+    const job straight = {{1, 1, NULL}, "straight", 0, STEPS, whole};
+    run_job(&straight);
+    for (int i = 0; i < STEPS; i++) {
+        const job j = {shapes[i], "chain", i, i + 1, part};
+        run_job(&j);
+        assert_string_equal(part[0].error, "");
+    }
+    check_same(part, whole, 0, STEPS, "chain");
+    scratch_close(NULL);
+}
+
+static void expect_error(shape s, dpl_status status, const char *text) {
+    static result results[R_MAX];
+    scratch_open(NULL);
+    const job j = {s, "refused", 0, 1, results};
+    run_job(&j);
+    for (int r = 0; r < s.n_data * s.n_expert; r++) {
+        assert_true(results[r].status == status || results[r].status == DPL_ECOMM);
+        if (!strstr(results[r].error, text)) fail_msg("rank %d: %s", r, results[r].error);
+    }
+    assert_false(dpl_path_exists(scratch_path("runs/refused")));
+    scratch_close(NULL);
+}
+
+static void meshes_that_cannot_be_are_refused(void **state) {
+    (void)state;
+    expect_error((shape){1, 3, NULL}, DPL_EINVAL, "8 experts over 3 ranks");
+    expect_error((shape){1, 2, "ici_fsdp_parallelism=2"}, DPL_EINVAL, "do not fill a mesh");
+    expect_error((shape){2, 1, "ici_data_parallelism=1"}, DPL_ENOSUP, "sharding over fsdp=2");
+    expect_error((shape){2, 1, "ici_data_parallelism=4"}, DPL_EINVAL, "4 ranks along data");
+    expect_error((shape){2, 1, "dcn_expert_parallelism=0"}, DPL_EINVAL, "is 0");
+    expect_error((shape){2, 1, "load_balance_scope=batch"}, DPL_ENOSUP, "load_balance_scope");
+}
+
+// A write that fails on the first rank ends all ranks, with its message; the checkpoint before
+// stays whole.
+static void a_full_disk_ends_all_ranks(void **state) {
+    (void)state;
+    static result results[R_MAX];
+    scratch_open(NULL);
+    const job good = {{1, 2, NULL}, "full", 0, 1, results};
+    run_job(&good);
+    assert_string_equal(results[0].error, "");
+    const job bad = {{1, 2, NULL}, "full", 1, 2, results};
+    dpl_fault_write(5);
+    run_job(&bad);
+    dpl_fault_write(0);
+    for (int r = 0; r < 2; r++) {
+        assert_int_not_equal(results[r].status, DPL_OK);
+        if (!strstr(results[r].error, "cannot write")) fail_msg("rank %d: %s", r, results[r].error);
+    }
+    check_ok(dpl_checkpoint_verify(scratch_path("runs/full/checkpoints/0")));
+    run_job(&bad); // goes on from there
+    assert_string_equal(results[0].error, "");
+    scratch_close(NULL);
+}
+
+static void stop_rank(dpl_comm *comm, void *arg) {
+    dpl_status *status = arg;
+    const job j = {{1, 2, NULL}, "stopped", 0, 0, NULL};
+    dpl_ctx *ctx = run_ctx(1);
+    dpl_config *config = mesh_config(&j, comm->n_ranks);
+    check_ok(dpl_ctx_join(ctx, comm));
+    dpl_trainer *t = run_open(ctx, config);
+    if (comm->rank == 1) dpl_trainer_stop(t); // only this one is told
+    status[comm->rank] = dpl_trainer_run(t, NULL);
+    dpl_trainer_close(&t);
+    dpl_config_close(&config);
+    dpl_ctx_close(&ctx);
+}
+
+static void one_rank_stops_all(void **state) {
+    (void)state;
+    dpl_status status[2] = {DPL_OK, DPL_OK};
+    scratch_open(NULL);
+    ranks_run("threads", 2, stop_rank, status);
+    assert_int_equal(status[0], DPL_EINTR);
+    assert_int_equal(status[1], DPL_EINTR);
+    scratch_close(NULL);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(every_mesh_trains_alike),
+        cmocka_unit_test(checkpoints_go_to_any_mesh),
+        cmocka_unit_test(meshes_that_cannot_be_are_refused),
+        cmocka_unit_test(a_full_disk_ends_all_ranks),
+        cmocka_unit_test(one_rank_stops_all),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
