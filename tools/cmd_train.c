@@ -118,10 +118,25 @@ static dpl_status train_threads(rank *first, int n_ranks, const dpl_trainer_even
     return status;
 }
 
+// To start and to end MPI is to meet all ranks, and MPI waits for ever.
+static void on_alarm(int number) {
+    static const char text[] = "dropless: another rank is missing at the start or end of MPI\n";
+    (void)number;
+    (void)!write(STDERR_FILENO, text, sizeof text - 1);
+    _exit(CLI_FAILURE);
+}
+
+static void limit_time(const dpl_config *config) {
+    signal(SIGALRM, on_alarm);
+    alarm(1 + (unsigned)atof(dpl_config_get(config, "comm_timeout_s")));
+}
+
 // Under MPI the launcher says how many ranks there are.
 static int join_launched(cli_args *args, rank *first) {
     char text[32];
+    limit_time(args->config);
     if (dpl_comm_open_mpi(&first->comm) != DPL_OK) return cli_fail();
+    alarm(0);
     const int n = dpl_comm_ranks(first->comm), given = atoi(dpl_config_get(args->config, "ranks"));
     if (given != 1 && given != n)
         return cli_usage(args->command, "ranks=%d, but the launcher started %d", given, n);
@@ -163,7 +178,9 @@ static int train(cli_args *args) {
                                       : train_rank(&first, &events);
     if (status != DPL_OK && status != DPL_EINTR) code = cli_fail();
     dpl_ctx_join(args->ctx, NULL);
+    if (launched) limit_time(args->config);
     dpl_comm_close(&first.comm);
+    alarm(0);
     // A reader of the output that went away is no failure of the training.
     fflush(stdout);
     clearerr(stdout);

@@ -128,6 +128,7 @@ dpl_status dpl_world_open(const dpl_comm_ops *ops, int rank, int n_ranks, void *
     pthread_mutex_init(&world->lock, NULL);
     comm->state = comm_state;
     world->comms = comm;
+    world->next_id = 1;
     *comm_out = comm;
     return DPL_OK;
 }
@@ -141,7 +142,7 @@ void dpl_comm_close(dpl_comm **comm) {
     while (*at != c) at = &(*at)->next;
     *at = c->next;
     withdraw(c); // what nobody has waited for
-    world->ops->close(c);
+    if (world->ops->close) world->ops->close(c);
     free_comm(c);
     const bool last = !world->comms;
     if (last) world->ops->leave(world);
@@ -153,38 +154,51 @@ void dpl_comm_close(dpl_comm **comm) {
     *comm = NULL;
 }
 
-dpl_status dpl_comm_split(dpl_comm *parent, int color, dpl_comm **comm_out) {
-    const int R = parent->n_ranks;
-    int *colors = dpl_alloc_array(2 * (size_t)R, sizeof *colors), n = 0;
-    dpl_status status = DPL_OK;
-    if (!colors) status = dpl_fail(DPL_ENOMEM, "no memory for the colors of %d ranks", R);
-    status = dpl_comm_agree(parent, status);
-    if (status == DPL_OK) status = dpl_comm_gather_now(parent, &color, sizeof color, colors);
-    if (status != DPL_OK) {
-        dpl_free(colors);
-        return status;
-    }
-    int rank = 0, *const members = colors + R;
-    for (int r = 0; r < R; r++) {
-        if (color < 0 || colors[r] != color) continue;
+typedef struct choice {
+    int color, next_id;
+} choice;
+
+// The ranks of the parent that have chosen as this one. NULL where it has chosen none.
+static dpl_status make_child(dpl_comm *parent, const choice *all, dpl_comm **child_out) {
+    const int R = parent->n_ranks, color = all[parent->rank].color;
+    int *members = dpl_alloc_array((size_t)R, sizeof *members), n = 0, rank = 0, id = 0;
+    for (int r = 0; r < R && members; r++) {
+        id = DPL_MAX(id, all[r].next_id);
+        if (color < 0 || all[r].color != color) continue;
         if (r == parent->rank) rank = n;
         members[n++] = parent->members[r];
     }
-    dpl_comm *comm = n ? alloc_comm(parent->world, rank, n, members) : NULL;
-    dpl_free(colors);
-    if (n && !comm) status = dpl_fail(DPL_ENOMEM, "no memory for a communicator of %d ranks", n);
+    parent->world->next_id = id + 1;
+    if (n > 0) *child_out = alloc_comm(parent->world, rank, n, members);
+    if (*child_out) (*child_out)->id = id;
+    const bool complete = members && (n == 0 || *child_out);
+    dpl_free(members);
+    return complete ? DPL_OK : dpl_fail(DPL_ENOMEM, "no memory for a communicator of %d ranks", R);
+}
+
+dpl_status dpl_comm_split(dpl_comm *parent, int color, dpl_comm **comm_out) {
+    const dpl_comm_ops *ops = parent->world->ops;
+    const choice own = {color, parent->world->next_id};
+    choice *all = dpl_alloc_array((size_t)parent->n_ranks, sizeof *all);
+    dpl_comm *child = NULL;
+    dpl_status status = DPL_OK;
+    if (!all) status = dpl_fail(DPL_ENOMEM, "no memory for %d ranks", parent->n_ranks);
     status = dpl_comm_agree(parent, status);
-    if (status == DPL_OK) status = parent->world->ops->split(parent, comm);
-    if (status != DPL_OK || !comm) {
-        if (comm) free_comm(comm);
-        if (status == DPL_OK) *comm_out = NULL;
+    if (status == DPL_OK) status = dpl_comm_gather_now(parent, &own, sizeof own, all);
+    if (status == DPL_OK) status = dpl_comm_agree(parent, make_child(parent, all, &child));
+    if (status == DPL_OK && ops->split) status = ops->split(parent, child);
+    dpl_free(all);
+    if (status != DPL_OK) {
+        if (child) free_comm(child);
         return status;
     }
-    pthread_mutex_lock(&comm->world->lock);
-    comm->next = comm->world->comms;
-    comm->world->comms = comm;
-    pthread_mutex_unlock(&comm->world->lock);
-    *comm_out = comm;
+    if (child) {
+        pthread_mutex_lock(&parent->world->lock);
+        child->next = parent->world->comms;
+        parent->world->comms = child;
+        pthread_mutex_unlock(&parent->world->lock);
+    }
+    *comm_out = child;
     return DPL_OK;
 }
 

@@ -48,6 +48,7 @@ struct dpl_comm {
     dpl_world *world;
     int rank, n_ranks;
     int *members; // (R): their ranks in the world
+    int id;       // no other communicator that has two ranks of this one has it
     void *state;  // of the transport
     uint64_t n_started;
     dpl_op *flying, *spare; // in the order of their start; for the next ones
@@ -58,9 +59,10 @@ struct dpl_comm {
 // What they find is the world's failure: dpl_world_fail().
 typedef struct dpl_comm_ops {
     const char *name;
-    // The communicator of these ranks of the parent. Collective over them.
+    // Makes `child`, NULL where this rank is in none, of ranks of the parent, all of which call it.
+    // NULL: nothing is to be done.
     dpl_status (*split)(dpl_comm *parent, dpl_comm *child);
-    void (*close)(dpl_comm *comm);
+    void (*close)(dpl_comm *comm); // NULL: nothing is to be done
     void (*start)(dpl_comm *comm, dpl_op *op);
     void (*advance)(dpl_comm *comm, dpl_op *op);  // sets `heard` and `done`
     void (*withdraw)(dpl_comm *comm, dpl_op *op); // after it nothing touches its blocks
@@ -83,6 +85,7 @@ struct dpl_world {
     void *state; // of the transport
     pthread_mutex_t lock;
     dpl_comm *comms;
+    int next_id;
     double quiet_s; // how long this rank has waited since something last came
     dpl_status failed;
     char why[512];

@@ -1,9 +1,11 @@
 // mpi.c - the transport of processes that an MPI launcher has started: a module of its own for each
 // MPI there is (module.h).
 //
-// Blocks are messages from rank to rank, large ones in pieces; an empty block is no message. MPI is
-// called with the world's lock held only, so that its level SERIALIZED is enough. A rank that gives
-// up tells the others through a receive that each of them has posted from the start.
+// Blocks are messages from rank to rank, large ones in pieces; an empty block is no message. All
+// are sent in one communicator of MPI, those of each of ours with tags of its own: so nothing but
+// the start and the end of MPI is a call that waits for other ranks. MPI is called with the world's
+// lock held only, so that its level SERIALIZED is enough. A rank that gives up tells the others
+// through a receive that each of them has posted from the start.
 #include <mpi.h>
 #include <sched.h>
 #include <stdio.h>
@@ -12,7 +14,6 @@
 #include "comm/module.h"
 
 #define PIECE_BYTES ((size_t)1 << 30) // counts of MPI are ints
-#define TAGS        32768             // that every MPI has
 #define SPINS       1000
 #define LINGER_S    0.3 // so that the others can say why before a launcher ends them
 #define WITHDRAW_S  0.1
@@ -20,7 +21,8 @@
 static const dpl_comm_host *host;
 
 typedef struct mpi_world {
-    MPI_Comm control;
+    MPI_Comm all, control;
+    int n_tags;
     MPI_Request abort_request;
     char abort_text[512];
     bool owns; // MPI was started here
@@ -50,10 +52,6 @@ static bool good(dpl_world *world, int code, const char *what) {
     host->world_fail(world, DPL_ECOMM, "rank %d: MPI: %s: %.*s", world->rank, what, length, text);
     abort_all(world, world->why);
     return false;
-}
-
-static MPI_Comm handle_of(const dpl_comm *comm) {
-    return *(MPI_Comm *)comm->state;
 }
 
 /* ---- exchanges ---- */
@@ -92,13 +90,14 @@ static void start_block(dpl_comm *comm, dpl_op *op, int rank, bool receives) {
     mpi_op *m = op->state;
     const dpl_blocks *b = receives ? &op->receive : &op->send;
     char *p = (char *)b->p + b->offset[rank];
-    const int tag = (int)(op->id % TAGS);
+    const mpi_world *w = comm->world->state;
+    const int tag = comm->id * DPL_OPS_MAX + (int)(op->id % DPL_OPS_MAX);
+    const int peer = comm->members[rank];
     for (size_t left = b->bytes[rank]; left > 0 && comm->world->failed == DPL_OK;) {
         const size_t n = DPL_MIN(left, PIECE_BYTES);
         MPI_Request *request = &m->requests[m->n];
-        const int code = receives
-                             ? MPI_Irecv(p, (int)n, MPI_BYTE, rank, tag, handle_of(comm), request)
-                             : MPI_Isend(p, (int)n, MPI_BYTE, rank, tag, handle_of(comm), request);
+        const int code = receives ? MPI_Irecv(p, (int)n, MPI_BYTE, peer, tag, w->all, request)
+                                  : MPI_Isend(p, (int)n, MPI_BYTE, peer, tag, w->all, request);
         if (!good(comm->world, code, receives ? "MPI_Irecv" : "MPI_Isend")) return;
         m->pieces[m->n++] = (mpi_request){receives ? rank : -1, (int)n};
         p += n;
@@ -107,9 +106,11 @@ static void start_block(dpl_comm *comm, dpl_op *op, int rank, bool receives) {
 }
 
 static void start(dpl_comm *comm, dpl_op *op) {
-    if (!make_room(comm, op)) {
-        host->world_fail(comm->world, DPL_ENOMEM, "rank %d: no memory for an exchange",
-                         comm->world->rank);
+    const mpi_world *w = comm->world->state;
+    const bool has_tag = comm->id < w->n_tags / DPL_OPS_MAX;
+    if (!has_tag || !make_room(comm, op)) {
+        host->world_fail(comm->world, DPL_ENOMEM, "rank %d: no %s for an exchange",
+                         comm->world->rank, has_tag ? "memory" : "tags of MPI");
         abort_all(comm->world, comm->world->why);
         return;
     }
@@ -202,36 +203,7 @@ static void abort_all(dpl_world *world, const char *why) {
         if (MPI_Testall(n, requests, &done, MPI_STATUSES_IGNORE) != MPI_SUCCESS) break;
 }
 
-/* ---- communicators ---- */
-static MPI_Comm *new_handle(MPI_Comm comm) {
-    MPI_Comm *handle = host->alloc(sizeof *handle);
-    if (!handle) return NULL;
-    *handle = comm;
-    MPI_Comm_set_errhandler(comm, MPI_ERRORS_RETURN);
-    return handle;
-}
-
-static dpl_status split(dpl_comm *parent, dpl_comm *child) {
-    MPI_Comm comm;
-    dpl_world *world = parent->world;
-    pthread_mutex_lock(&world->lock);
-    const int color = child ? child->members[0] : MPI_UNDEFINED;
-    const int code = MPI_Comm_split(handle_of(parent), color, parent->rank, &comm);
-    if (good(world, code, "MPI_Comm_split") && child && !(child->state = new_handle(comm))) {
-        host->world_fail(world, DPL_ENOMEM, "rank %d: no memory for a communicator", world->rank);
-        abort_all(world, world->why);
-    }
-    const dpl_status status = world->failed;
-    pthread_mutex_unlock(&world->lock);
-    return status == DPL_OK ? DPL_OK : host->fail(status, "%s", world->why);
-}
-
-static void close_comm(dpl_comm *comm) {
-    MPI_Comm *handle = comm->state;
-    if (handle && comm->world->failed == DPL_OK) MPI_Comm_free(handle);
-    host->free(handle);
-}
-
+/* ---- the end ---- */
 // Ending MPI is a meeting of all ranks: after a failure somebody may be missing.
 static void leave(dpl_world *world) {
     mpi_world *w = world->state;
@@ -239,6 +211,7 @@ static void leave(dpl_world *world) {
         MPI_Cancel(&w->abort_request);
         MPI_Request_free(&w->abort_request);
         MPI_Comm_free(&w->control);
+        MPI_Comm_free(&w->all);
         if (w->owns) MPI_Finalize();
         host->free(w);
     } else {
@@ -248,8 +221,6 @@ static void leave(dpl_world *world) {
 
 static const dpl_comm_ops mpi = {
     .name = "mpi",
-    .split = split,
-    .close = close_comm,
     .start = start,
     .advance = advance,
     .withdraw = withdraw,
@@ -304,22 +275,23 @@ dpl_status dpl_comm_module_open(const dpl_comm_host *from, dpl_comm **comm_out) 
     mpi_world *w = host->alloc(sizeof *w);
     if (!w) return host->fail(DPL_ENOMEM, "no memory for a communicator");
     dpl_status status = start_mpi(&w->owns);
-    MPI_Comm all;
-    int rank = 0, n_ranks = 1;
-    if (status == DPL_OK && (MPI_Comm_dup(MPI_COMM_WORLD, &all) != MPI_SUCCESS ||
+    int rank = 0, n_ranks = 1, found = 0, *most;
+    if (status == DPL_OK && (MPI_Comm_dup(MPI_COMM_WORLD, &w->all) != MPI_SUCCESS ||
                              MPI_Comm_dup(MPI_COMM_WORLD, &w->control) != MPI_SUCCESS))
         status = host->fail(DPL_ECOMM, "MPI_Comm_dup failed");
-    MPI_Comm *handle = status == DPL_OK ? new_handle(all) : NULL;
-    if (status == DPL_OK && !handle) status = host->fail(DPL_ENOMEM, "no memory");
     if (status != DPL_OK) {
         host->free(w);
         return status;
     }
-    MPI_Comm_rank(all, &rank);
-    MPI_Comm_size(all, &n_ranks);
+    MPI_Comm_rank(w->all, &rank);
+    MPI_Comm_size(w->all, &n_ranks);
+    w->n_tags = 32768; // that every MPI has
+    if (MPI_Comm_get_attr(w->all, MPI_TAG_UB, &most, &found) == MPI_SUCCESS && found)
+        w->n_tags = *most;
+    MPI_Comm_set_errhandler(w->all, MPI_ERRORS_RETURN);
     MPI_Comm_set_errhandler(w->control, MPI_ERRORS_RETURN);
     w->spins = has_processors();
     MPI_Irecv(w->abort_text, sizeof w->abort_text, MPI_BYTE, MPI_ANY_SOURCE, 0, w->control,
               &w->abort_request);
-    return host->world_open(&mpi, rank, n_ranks, w, handle, comm_out);
+    return host->world_open(&mpi, rank, n_ranks, w, NULL, comm_out);
 }

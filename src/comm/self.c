@@ -2,15 +2,6 @@
 // nothing is ever under way.
 #include "comm/comm.h"
 
-static dpl_status split_self(dpl_comm *parent, dpl_comm *child) {
-    (void)parent, (void)child; // the same one rank
-    return DPL_OK;
-}
-
-static void close_self(dpl_comm *comm) {
-    (void)comm;
-}
-
 static void start_self(dpl_comm *comm, dpl_op *op) {
     (void)comm;
     op->done = true;
@@ -43,8 +34,6 @@ static void leave_self(dpl_world *world) {
 
 static const dpl_comm_ops self = {
     .name = "self",
-    .split = split_self,
-    .close = close_self,
     .start = start_self,
     .advance = start_self,
     .withdraw = withdraw_self,

@@ -182,10 +182,6 @@ static dpl_status split(dpl_comm *parent, dpl_comm *child) {
     return status;
 }
 
-static void close_comm(dpl_comm *comm) {
-    (void)comm; // its group goes with the hub
-}
-
 static void leave_hub(hub *h, int n_ranks) {
     if (atomic_fetch_sub(&h->n_refs, n_ranks) != n_ranks) return;
     for (kept *k = h->kept, *next; k; k = next) {
@@ -204,7 +200,6 @@ static void leave(dpl_world *world) {
 static const dpl_comm_ops threads = {
     .name = "threads",
     .split = split,
-    .close = close_comm,
     .start = start,
     .advance = advance,
     .withdraw = withdraw,
