@@ -118,6 +118,10 @@ DPL_API void dpl_comm_close(dpl_comm **comm);
 DPL_API int dpl_comm_rank(const dpl_comm *comm);
 DPL_API int dpl_comm_ranks(const dpl_comm *comm);
 
+/** Make all ranks fail from now on, in what they wait for and in every later call, with DPL_ECOMM
+ * and this text behind the number of this rank. For errors that the others cannot know of. */
+DPL_API void dpl_comm_abort(dpl_comm *comm, const char *why);
+
 /** Give up, with DPL_ECOMM, when nothing has come from any rank for so many seconds (first: 300)
  * while this one waits. All ranks then fail, with a message that names the silent one. Seconds that
  * are not above 0 change nothing. */

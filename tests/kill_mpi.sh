@@ -40,6 +40,8 @@ while [ $n_killed -lt "$kills" ] && [ $n_bad = 0 ] && [ $round -lt 20 ]; do
             [ -z "$victim" ] || kill -$signal "$victim" 2> /dev/null || victim=
         fi
         begin=$SECONDS
+        # One that was stopped after the others had ended well has nobody left to miss it.
+        (trap - EXIT && sleep $((timeout_s + 6)) && [ "$(ranks)" = "$victim" ] && kill -CONT "$victim") 2> /dev/null &
         wait $launched
         code=$?
         took=$((SECONDS - begin))

@@ -164,6 +164,8 @@ static void meshes_that_cannot_be_are_refused(void **state) {
     expect_error((shape){2, 1, "ici_data_parallelism=4"}, DPL_EINVAL, "4 ranks along data");
     expect_error((shape){2, 1, "dcn_expert_parallelism=0"}, DPL_EINVAL, "is 0");
     expect_error((shape){2, 1, "load_balance_scope=batch"}, DPL_ENOSUP, "load_balance_scope");
+    expect_error((shape){2, 1, "ranks=3"}, DPL_EINVAL, "ranks=3, but the context is of 2");
+    expect_error((shape){1, 2, "dcn_data_parallelism=4294967296"}, DPL_EINVAL, "along data");
 }
 
 // A write that fails on the first rank ends all ranks, with its message; the checkpoint before
@@ -186,6 +188,45 @@ static void a_full_disk_ends_all_ranks(void **state) {
     check_ok(dpl_checkpoint_verify(scratch_path("runs/full/checkpoints/0")));
     run_job(&bad); // goes on from there
     assert_string_equal(results[0].error, "");
+    scratch_close(NULL);
+}
+
+// Ranks that were given different configurations.
+static void run_unequal(dpl_comm *comm, void *arg) {
+    (void)arg;
+    const job j = {{2, 1, comm->rank ? "checkpoint_period=7" : NULL}, "unequal", 0, 0, NULL};
+    dpl_ctx *ctx = run_ctx(1);
+    dpl_config *config = mesh_config(&j, comm->n_ranks);
+    dpl_trainer *t = NULL;
+    check_ok(dpl_ctx_join(ctx, comm));
+    assert_int_not_equal(dpl_trainer_open(ctx, config, &t), DPL_OK);
+    assert_non_null(strstr(dpl_error_message(), "rank 1 has another configuration than rank 0"));
+    dpl_config_close(&config);
+    dpl_ctx_close(&ctx);
+}
+
+static void unequal_configurations_are_refused(void **state) {
+    (void)state;
+    scratch_open(NULL);
+    ranks_run("threads", 2, run_unequal, NULL);
+    scratch_close(NULL);
+}
+
+// With one rank a run that failed can be tried again.
+static void one_rank_may_try_again(void **state) {
+    (void)state;
+    scratch_open(NULL);
+    dpl_ctx *ctx = run_ctx(1);
+    dpl_config *config = run_config("run_name=again", "steps=2", NULL);
+    dpl_trainer *t = run_open(ctx, config);
+    dpl_fault_write(1);
+    assert_int_not_equal(dpl_trainer_run(t, NULL), DPL_OK);
+    dpl_fault_write(0);
+    check_ok(dpl_trainer_run(t, NULL));
+    assert_int_equal(dpl_trainer_next_step(t), 2);
+    dpl_trainer_close(&t);
+    dpl_config_close(&config);
+    dpl_ctx_close(&ctx);
     scratch_close(NULL);
 }
 
@@ -220,6 +261,8 @@ int main(void) {
         cmocka_unit_test(meshes_that_cannot_be_are_refused),
         cmocka_unit_test(a_full_disk_ends_all_ranks),
         cmocka_unit_test(one_rank_stops_all),
+        cmocka_unit_test(unequal_configurations_are_refused),
+        cmocka_unit_test(one_rank_may_try_again),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

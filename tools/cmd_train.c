@@ -79,6 +79,7 @@ typedef struct rank {
 static dpl_status train_rank(rank *r, const dpl_trainer_events *events) {
     dpl_trainer *trainer = NULL;
     dpl_status status = r->ctx ? DPL_OK : dpl_ctx_open(r->n_threads, &r->ctx);
+    if (status != DPL_OK) dpl_comm_abort(r->comm, dpl_error_message());
     if (status == DPL_OK) status = dpl_ctx_join(r->ctx, r->comm);
     if (status == DPL_OK) status = dpl_trainer_open(r->ctx, r->config, &trainer);
     if (status == DPL_OK && events) running = trainer;
@@ -102,14 +103,19 @@ static dpl_status train_threads(rank *first, int n_ranks, const dpl_trainer_even
     dpl_comm **comms = calloc((size_t)n_ranks, sizeof(dpl_comm *));
     rank *ranks = calloc((size_t)n_ranks, sizeof *ranks);
     int n = 1;
+    sigset_t all, before;
     dpl_status status = comms && ranks ? dpl_comm_open_threads(n_ranks, comms) : DPL_ENOMEM;
+    // Signals are for this thread.
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
     for (; status == DPL_OK && n < n_ranks; n++) {
         ranks[n] = (rank){.config = first->config, .comm = comms[n], .n_threads = first->n_threads};
         if (pthread_create(&ranks[n].thread, NULL, run_rank, &ranks[n])) break;
     }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (status == DPL_OK) first->comm = comms[0];
-    // A rank that could not be started is missed at once instead of after the time-out.
-    if (status == DPL_OK && n < n_ranks) dpl_comm_set_timeout(first->comm, 1);
+    if (status == DPL_OK && n < n_ranks)
+        dpl_comm_abort(first->comm, "the system gives no more threads");
     if (status == DPL_OK) status = train_rank(first, events);
     for (int i = 1; i < n && ranks && comms && comms[0]; i++) pthread_join(ranks[i].thread, NULL);
     for (int i = n; comms && comms[0] && i < n_ranks; i++) dpl_comm_close(&comms[i]);
@@ -128,7 +134,8 @@ static void on_alarm(int number) {
 
 static void limit_time(const dpl_config *config) {
     signal(SIGALRM, on_alarm);
-    alarm(1 + (unsigned)atof(dpl_config_get(config, "comm_timeout_s")));
+    const double seconds = atof(dpl_config_get(config, "comm_timeout_s"));
+    alarm(seconds < 1e6 ? 1 + (unsigned)seconds : 1000000);
 }
 
 // Under MPI the launcher says how many ranks there are.

@@ -24,8 +24,8 @@ void dpl_world_fail(dpl_world *world, dpl_status status, const char *format, ...
 
 static void withdraw(dpl_comm *comm) {
     for (dpl_op *op = comm->flying; op; op = op->next) {
-        if (!op->done) comm->world->ops->withdraw(comm, op);
-        op->done = true;
+        if (!op->done && !op->withdrawn) comm->world->ops->withdraw(comm, op);
+        op->withdrawn |= !op->done;
     }
 }
 
@@ -52,6 +52,7 @@ static void abort_locked(dpl_world *world, const char *why) {
 }
 
 void dpl_comm_abort(dpl_comm *comm, const char *why) {
+    if (!comm || !why) return;
     pthread_mutex_lock(&comm->world->lock);
     abort_locked(comm->world, why);
     pthread_mutex_unlock(&comm->world->lock);
@@ -221,7 +222,7 @@ void dpl_comm_set_timeout(dpl_comm *comm, double seconds) {
 static void advance_all(dpl_world *world) {
     for (dpl_comm *comm = world->comms; comm && world->failed == DPL_OK; comm = comm->next)
         for (dpl_op *op = comm->flying; op && world->failed == DPL_OK; op = op->next)
-            if (!op->done) world->ops->advance(comm, op);
+            if (!op->done && !op->withdrawn) world->ops->advance(comm, op);
 }
 
 // The first rank that an exchange waits for; with none, what was sent has not been fetched.
@@ -260,8 +261,8 @@ static dpl_status wait_locked(dpl_comm *comm, uint64_t id) {
         const dpl_op *op;
         const uint32_t seen = world->ops->look(world);
         advance_all(world);
+        if (is_done(comm, id, &op)) return DPL_OK; // even if somebody has failed since
         if (world->failed != DPL_OK) return failure(world);
-        if (is_done(comm, id, &op)) return DPL_OK;
         if ((world->quiet_s += awake_s(&last)) > world->timeout_s) fail_of_silence(comm, op);
         pthread_mutex_unlock(&world->lock);
         world->ops->rest(world, seen, n_rests);
@@ -293,7 +294,7 @@ static void fill_op(const dpl_comm *comm, dpl_op *op, dpl_blocks send, dpl_block
         memcpy(op->sizes + i * R, from[i], R * sizeof(size_t));
     op->send = (dpl_blocks){send.p, op->sizes, op->sizes + R};
     op->receive = (dpl_blocks){receive.p, op->sizes + 2 * R, op->sizes + 3 * R};
-    op->done = false;
+    op->done = op->withdrawn = false;
     op->n_due = 0;
     for (size_t r = 0; r < R; r++) {
         op->heard[r] = (int)r == comm->rank || receive.bytes[r] == 0;

@@ -32,7 +32,7 @@ typedef struct dpl_ticket {
 typedef struct dpl_op {
     uint64_t id; // 1, 2, .. of its communicator
     dpl_blocks send, receive;
-    bool done;
+    bool done, withdrawn;
     bool *heard;  // (R) the block of a rank has come
     size_t n_due; // blocks that have not
     void *state;  // of the transport, kept for the next exchange
@@ -128,7 +128,6 @@ dpl_status dpl_comm_agree(dpl_comm *comm, dpl_status mine);
 // The same in one exchange with a gather, whose result is good only where the status is DPL_OK.
 dpl_status dpl_comm_agree_on(dpl_comm *comm, dpl_status mine, const void *send, size_t bytes,
                              void *receive);
-void dpl_comm_abort(dpl_comm *comm, const char *why);
 bool dpl_comm_has_failed(dpl_comm *comm);
 // Frees memory that ranks of this process reach in each other's place: after a failure a peer may
 // still be at it.

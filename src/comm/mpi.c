@@ -152,7 +152,7 @@ static void advance(dpl_comm *comm, dpl_op *op) {
         receive_piece(comm, op, &m->pieces[m->ready[i]], &m->statuses[i]);
     m->n_left -= n_ready;
     if (n_ready > 0) comm->world->quiet_s = 0;
-    op->done = m->n_left == 0;
+    op->done = m->n_left == 0 && comm->world->failed == DPL_OK;
 }
 
 // Receives are cancelled; what a peer is in the middle of sending is given a moment to come. MPI is

@@ -87,17 +87,19 @@ static bool take(dpl_comm *comm, const dpl_op *op, int rank) {
     if (atomic_load(&theirs->id) != op->id) return false;
     // Either this sees that it was withdrawn, or who withdraws it sees this reader.
     atomic_fetch_add(&theirs->n_readers, 1);
-    const bool there = atomic_load(&theirs->id) == op->id;
+    bool there = atomic_load(&theirs->id) == op->id;
     if (there) {
         const dpl_blocks *send = &theirs->op->send;
-        if (send->bytes[me] != op->receive.bytes[from])
+        if (send->bytes[me] != op->receive.bytes[from]) {
+            there = false; // it never comes
             dpl_world_fail(comm->world, DPL_EINVAL,
                            "threads: rank %d sends %zu bytes to rank %d, which expects %zu",
                            comm->members[rank], send->bytes[me], comm->members[comm->rank],
                            op->receive.bytes[from]);
-        else if (send->bytes[me] > 0)
+        } else if (send->bytes[me] > 0) {
             memcpy((uint8_t *)op->receive.p + op->receive.offset[from],
                    (const uint8_t *)send->p + send->offset[me], send->bytes[me]);
+        }
         atomic_fetch_sub(&theirs->n_untaken, 1);
     }
     atomic_fetch_sub(&theirs->n_readers, 1);

@@ -271,9 +271,10 @@ static dpl_status write_checkpoint(dpl_trainer *t, const char *name) {
     if (writes) status = dpl_path_join(t->run_dir, "checkpoints", checkpoints);
     if (writes && status == DPL_OK) status = dpl_path_join(checkpoints, name, path);
     if (writes && status == DPL_OK) status = dpl_out_open_dir(path, &out);
-    DPL_TRY(dpl_comm_agree(t->mesh.experts, status));
-    status = write_parts(t, writes ? out.temp : "");
-    return writes ? dpl_out_close(&out, status) : status;
+    const bool opened = writes && status == DPL_OK;
+    status = dpl_comm_agree(t->mesh.experts, status);
+    if (status == DPL_OK) status = write_parts(t, writes ? out.temp : "");
+    return opened ? dpl_out_close(&out, status) : status;
 }
 
 dpl_status dpl_trainer_save(dpl_trainer *t) {

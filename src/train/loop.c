@@ -195,7 +195,8 @@ dpl_status dpl_trainer_run(dpl_trainer *t, const dpl_trainer_events *events) {
     if (status == DPL_OK) status = write_head(t);
     if (status == DPL_OK) status = train(t);
     // The others may wait for this rank: they end with its message.
-    if (status != DPL_OK && status != DPL_EINTR) dpl_comm_abort(t->mesh.world, dpl_error_message());
+    if (status != DPL_OK && status != DPL_EINTR && t->mesh.world->n_ranks > 1)
+        dpl_comm_abort(t->mesh.world, dpl_error_message());
     if (t->log) fclose(t->log);
     if (t->metrics) fclose(t->metrics);
     t->log = t->metrics = NULL;

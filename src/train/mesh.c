@@ -11,6 +11,8 @@ typedef struct axis {
     int64_t ici, dcn;
 } axis;
 
+enum { DATA, FSDP, EXPERT }; // axes
+
 // Sizes of the axes; one that is -1 takes what is left of the ranks.
 static dpl_status resolve(const dpl_options *o, int n_ranks, int64_t sizes[3]) {
     const axis axes[3] = {{"data", o->ici_data_parallelism, o->dcn_data_parallelism},
@@ -19,35 +21,43 @@ static dpl_status resolve(const dpl_options *o, int n_ranks, int64_t sizes[3]) {
     int64_t known = 1;
     int open = -1;
     for (int i = 0; i < 3; i++) {
-        DPL_CHECK(axes[i].ici != 0 && axes[i].dcn != 0,
+        const int64_t ici = axes[i].ici, dcn = axes[i].dcn;
+        DPL_CHECK(ici != 0 && dcn != 0,
                   "ici_%s_parallelism or dcn_%s_parallelism is 0, expected -1 or 1 and more",
                   axes[i].name, axes[i].name);
-        sizes[i] = DPL_MAX(axes[i].ici, 1) * DPL_MAX(axes[i].dcn, 1);
+        const bool fits = ici <= n_ranks && dcn <= n_ranks;
+        sizes[i] = fits ? DPL_MAX(ici, 1) * DPL_MAX(dcn, 1) : DPL_MAX(ici, dcn);
         DPL_CHECK(sizes[i] <= n_ranks, "the mesh has %lld ranks along %s, there are %d in all",
                   (long long)sizes[i], axes[i].name, n_ranks);
-        known *= sizes[i];
-        if (axes[i].ici < 0) open = i;
+        known *= sizes[i]; // at most 4096^3
+        // By default fsdp takes the rest: another axis that is given it comes first.
+        if (ici < 0 && (open < 0 || open == FSDP || i == EXPERT)) open = i;
     }
     DPL_CHECK(n_ranks % known == 0 && (open >= 0 || known == n_ranks),
               "%d ranks do not fill a mesh of data=%lld fsdp=%lld expert=%lld: the product of "
               "ici_*_parallelism and dcn_*_parallelism is to be the number of ranks",
-              n_ranks, (long long)sizes[0], (long long)sizes[1], (long long)sizes[2]);
+              n_ranks, (long long)sizes[DATA], (long long)sizes[FSDP], (long long)sizes[EXPERT]);
     if (open >= 0) sizes[open] *= n_ranks / known;
-    DPL_EXPECT(sizes[1] == 1, DPL_ENOSUP,
+    DPL_EXPECT(sizes[FSDP] == 1, DPL_ENOSUP,
                "sharding over fsdp=%lld ranks, expected 1: set ici_expert_parallelism=%d or "
                "ici_data_parallelism=%d",
-               (long long)sizes[1], n_ranks, n_ranks);
+               (long long)sizes[FSDP], n_ranks, n_ranks);
     return DPL_OK;
 }
 
 dpl_status dpl_mesh_open(const dpl_options *o, dpl_comm *comm, dpl_mesh *mesh) {
     int64_t sizes[3] = {1, 1, 1};
+    dpl_comm_set_timeout(comm, o->comm_timeout_s);
     if (comm) DPL_TRY(dpl_comm_split(comm, 0, &mesh->world));
     else DPL_TRY(dpl_comm_open_self(&mesh->world));
-    DPL_TRY(dpl_comm_agree(mesh->world, resolve(o, mesh->world->n_ranks, sizes)));
-    mesh->n_data = (int)sizes[0];
-    mesh->n_expert = (int)sizes[2];
-    dpl_comm_set_timeout(mesh->world, o->comm_timeout_s);
+    const int R = mesh->world->n_ranks;
+    dpl_status status = resolve(o, R, sizes);
+    if (status == DPL_OK && o->ranks != 1 && o->ranks != R)
+        status = dpl_fail(DPL_EINVAL, "ranks=%lld, but the context is of %d (dpl_ctx_join)",
+                          (long long)o->ranks, R);
+    DPL_TRY(dpl_comm_agree(mesh->world, status));
+    mesh->n_data = (int)sizes[DATA];
+    mesh->n_expert = (int)sizes[EXPERT];
     const int rank = mesh->world->rank;
     DPL_TRY(dpl_comm_split(mesh->world, rank / mesh->n_expert, &mesh->experts));
     return dpl_comm_split(mesh->world, rank % mesh->n_expert, &mesh->replicas);
@@ -60,7 +70,7 @@ dpl_status dpl_mesh_check(const dpl_mesh *mesh, const dpl_options *o, size_t n_e
               "that it divides",
               n_experts, n);
     DPL_EXPECT(mesh->world->n_ranks == 1 || !dpl_is(o->load_balance_scope, "batch") ||
-                   o->load_balance_loss_weight == 0,
+                   o->moe_use_megatron_seq_aux_loss || o->load_balance_loss_weight == 0,
                DPL_ENOSUP, "load_balance_scope=batch over %d ranks, expected sequence",
                mesh->world->n_ranks);
     return DPL_OK;
@@ -74,6 +84,28 @@ void dpl_mesh_close(dpl_mesh *mesh) {
 
 bool dpl_mesh_is_first(const dpl_mesh *mesh) {
     return mesh->world->rank == 0;
+}
+
+// Ranks that went different ways would miss each other in the middle of a run.
+dpl_status dpl_mesh_compare(const dpl_mesh *mesh, const dpl_config *config,
+                            const uint64_t more[4]) {
+    const size_t R = (size_t)mesh->world->n_ranks;
+    if (R == 1) return DPL_OK;
+    uint64_t own[2] = {0, dpl_hash64(more, 4 * sizeof *more, dpl_hash64(dpl_version(), 5, 0))};
+    for (size_t i = 0; i < DPL_OPT_N; i++) // threads do not change results
+        if (i != DPL_OPT_threads)
+            own[0] = dpl_hash64(config->text[i], strlen(config->text[i]), own[0]);
+    uint64_t(*all)[2] = dpl_alloc_array(R, sizeof *all);
+    dpl_status status = all ? DPL_OK : dpl_fail(DPL_ENOMEM, "no memory for %zu ranks", R);
+    status = dpl_comm_agree_on(mesh->world, status, own, sizeof own, all);
+    for (size_t r = 1; status == DPL_OK && r < R; r++)
+        if (memcmp(all[r], all[0], sizeof *all) != 0)
+            status = dpl_fail(DPL_EINVAL, "rank %zu has %s than rank 0", r,
+                              all[r][0] != all[0][0]
+                                  ? "another configuration"
+                                  : "another version, CPU level (DPL_CPU) or other data");
+    dpl_free(all);
+    return status;
 }
 
 /* ---- what ranks add up ---- */

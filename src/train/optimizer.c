@@ -129,15 +129,21 @@ void dpl_optimizer_close(dpl_optimizer *opt) {
     *opt = (dpl_optimizer){0};
 }
 
-static dpl_status name_bad_gradient(const dpl_model *model, const dpl_param *param) {
-    const dpl_disk_tensor *t = &model->disk[param->disk];
-    while (t->param == param &&
+// Of the tensors of a parameter the first whose gradient is not finite; it may be on another rank.
+static dpl_status name_bad_gradient(const dpl_model *model, const dpl_mesh *mesh,
+                                    const dpl_param *param) {
+    const dpl_disk_tensor *t = &model->disk[param->disk], *end = model->disk + model->n_disk;
+    while (t < end && t->param == param &&
            (!dpl_disk_is_here(model, t) || dpl_disk_is_finite(t, model->params.grad)))
         t++;
-    if (t->param != param) t = &model->disk[param->disk]; // it is that of another rank
     char layer[32] = "";
     if (param->layer >= 0) snprintf(layer, sizeof layer, "layer %d, ", param->layer);
-    return dpl_fail(DPL_ENUMERIC, "%s%s: the gradient is not finite", layer, t->name);
+    dpl_status status = DPL_OK;
+    if (t < end && t->param == param)
+        status = dpl_fail(DPL_ENUMERIC, "%s%s: the gradient is not finite", layer, t->name);
+    if (mesh) DPL_TRY(dpl_comm_agree(mesh->experts, status));
+    DPL_TRY(status);
+    return dpl_fail(DPL_ENUMERIC, "%sthe sum of gradients is not finite", layer);
 }
 
 dpl_status dpl_optimizer_norm(dpl_optimizer *opt, const dpl_mesh *mesh, double *norm_out) {
@@ -151,7 +157,8 @@ dpl_status dpl_optimizer_norm(dpl_optimizer *opt, const dpl_mesh *mesh, double *
     dpl_ctx_wait(model->ctx);
     if (mesh) DPL_TRY(dpl_mesh_sum_squares(mesh, model, opt->squares));
     for (size_t i = 0; i < model->params.n; i++) {
-        if (!isfinite(opt->squares[i])) return name_bad_gradient(model, &model->params.list[i]);
+        if (!isfinite(opt->squares[i]))
+            return name_bad_gradient(model, mesh, &model->params.list[i]);
         sum += opt->squares[i];
     }
     *norm_out = sqrt(sum);

@@ -179,6 +179,8 @@ dpl_status dpl_mesh_open(const dpl_options *o, dpl_comm *comm, dpl_mesh *mesh);
 dpl_status dpl_mesh_check(const dpl_mesh *mesh, const dpl_options *o, size_t n_experts);
 void dpl_mesh_close(dpl_mesh *mesh);
 bool dpl_mesh_is_first(const dpl_mesh *mesh); // the rank that writes files and speaks
+// DPL_EINVAL names a rank whose configuration, or what else decides (`more`), is another.
+dpl_status dpl_mesh_compare(const dpl_mesh *mesh, const dpl_config *config, const uint64_t more[4]);
 // Over the ranks, in their order. Collective.
 dpl_status dpl_mesh_sum_gradients(const dpl_mesh *mesh, dpl_model *model);
 dpl_status dpl_mesh_sum_squares(const dpl_mesh *mesh, const dpl_model *model, double *squares);

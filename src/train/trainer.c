@@ -120,6 +120,9 @@ static dpl_status open_parts(dpl_trainer *t) {
     DPL_TRY(agree_on_origin(t, &from));
     DPL_TRY(open_model(t, &from));
     DPL_TRY(open_batches(t));
+    const uint64_t more[4] = {dpl_data_samples(&t->data, false), dpl_data_samples(&t->data, true),
+                              t->ctx->level, t->model->config.n_layers};
+    DPL_TRY(dpl_mesh_compare(&t->mesh, t->config, more));
     DPL_TRY(dpl_optimizer_open(t->o, t->model, &t->optimizer));
     set_lengths(t);
     t->rule = dpl_options_loss(t->o);
@@ -131,13 +134,17 @@ static dpl_status open_parts(dpl_trainer *t) {
 dpl_status dpl_trainer_open(dpl_ctx *ctx, const dpl_config *config, dpl_trainer **trainer_out) {
     DPL_NEED(ctx && config && trainer_out);
     dpl_trainer *t = dpl_alloc(sizeof *t);
-    if (!t) return dpl_fail(DPL_ENOMEM, "no memory for a trainer");
-    t->ctx = ctx;
-    t->saved = t->lock_fd = -1;
-    dpl_status status = dpl_config_clone(config, &t->config);
+    dpl_status status = DPL_OK;
+    if (!t) status = dpl_fail(DPL_ENOMEM, "no memory for a trainer");
+    if (t) {
+        t->ctx = ctx;
+        t->saved = t->lock_fd = -1;
+        status = dpl_config_clone(config, &t->config);
+    }
     if (status == DPL_OK) status = open_parts(t);
     // The others may wait for this rank: they end with its message.
-    if (status != DPL_OK && t->mesh.world) dpl_comm_abort(t->mesh.world, dpl_error_message());
+    if (status != DPL_OK && dpl_comm_ranks(ctx->comm) > 1)
+        dpl_comm_abort(ctx->comm, dpl_error_message());
     if (status != DPL_OK) dpl_trainer_close(&t);
     if (status == DPL_OK) *trainer_out = t;
     return status;
