@@ -12,7 +12,7 @@ cat > "$out.new" << TEXT
 # Other programs on the same work
 
 Written by \`bench/compare/all.sh\`, which needs what the scripts beside it name at their beginning: for the first
-tables torch, transformers and pyyaml, for the last oneDNN 3. None of it is needed to build or to use dropless. All
+tables torch, transformers and pyyaml, then oneDNN 3, for the last an MPI. None of it is needed to build or to use dropless. All
 run on the same threads and take turns, round by round; \`over dropless\` is the median of the rounds' ratios, above 1
 where dropless is faster.
 
@@ -33,5 +33,7 @@ torch_step.py configs/bench-medium.yml --rounds 3 --steps 1
 torch_grouped.py --rounds 3 --runs 3
 torch_grouped.py --rounds 3 --runs 3 --rows 48 --skew hot
 onednn.py --rounds 5
+alltoall.py --mpi openmpi
+alltoall.py --mpi mpich
 SCRIPTS
 mv "$out.new" "$out"
