@@ -8,11 +8,9 @@ libmpich-dev mpich), and dropless built with it. One rank a processor.
 """
 import argparse
 import os
-import subprocess
-import sys
 import tempfile
 
-from peers import PROGRAM, ROOT, Table, output, processor
+from peers import PROGRAM, ROOT, Table, compile_c, output, processor
 
 LAUNCH = {"openmpi": ["mpirun.openmpi", "--bind-to", "core", "--oversubscribe"],
           "mpich": ["mpiexec.mpich", "-bind-to", "core"]}
@@ -23,12 +21,7 @@ def build(mpi, to):
     command = [f"mpicc.{mpi}", "-std=c11", "-O3", "-march=native", f"-I{ROOT}/include", "-o", to,
                f"{ROOT}/bench/compare/alltoall.c", f"-L{library}", "-ldropless",
                f"-Wl,-rpath,{library}"]
-    try:
-        run = subprocess.run(command, stderr=subprocess.PIPE, text=True)
-    except OSError as e:
-        sys.exit(f"{command[0]}: {e.strerror}\n{__doc__}")
-    if run.returncode != 0:
-        sys.exit(f"{run.stderr}\nalltoall.c does not compile\n{__doc__}")
+    compile_c(command, f"alltoall.c does not compile\n{__doc__}")
 
 
 def main():

@@ -9,11 +9,9 @@ Needs a C compiler and oneDNN 3 below DNNL_ROOT (or installed: libdnnl-dev), for
 """
 import argparse
 import os
-import subprocess
-import sys
 import tempfile
 
-from peers import ROOT, Table, dropless, output, processor, threads
+from peers import ROOT, Table, compile_c, dropless, output, processor, threads
 
 K, N, E = 2048, 1408, 64
 
@@ -23,12 +21,7 @@ def build(to):
     where = [f"-I{root}/include", f"-L{root}/lib", f"-Wl,-rpath,{root}/lib"] if root else []
     command = [os.environ.get("CC", "cc"), "-std=c11", "-D_GNU_SOURCE", "-O2", *where, "-o", to,
                f"{ROOT}/bench/compare/onednn_gemm.c", "-ldnnl"]
-    try:
-        run = subprocess.run(command, stderr=subprocess.PIPE, text=True)
-    except OSError as e:
-        sys.exit(f"{command[0]}: {e.strerror}")
-    if run.returncode != 0:
-        sys.exit(f"{run.stderr}\nonednn_gemm.c does not compile: is oneDNN 3 there?\n{__doc__}")
+    compile_c(command, f"onednn_gemm.c does not compile: is oneDNN 3 there?\n{__doc__}")
 
 
 def main():

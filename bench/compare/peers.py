@@ -37,6 +37,16 @@ def output(command):
     return run.stdout.decode()
 
 
+def compile_c(command, hint):
+    """Runs a compiler; an exit with its errors and the hint where it fails."""
+    try:
+        run = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    except OSError as e:
+        sys.exit(f"{command[0]}: {e.strerror}\n{hint}")
+    if run.returncode != 0:
+        sys.exit(f"{run.stderr}\n{hint}")
+
+
 def dropless(*args):
     """The JSON rows that a command of dropless prints."""
     if not os.path.exists(PROGRAM):

@@ -98,17 +98,19 @@ static dpl_comm *alloc_comm(dpl_world *world, int rank, int n_ranks, const int *
     return comm;
 }
 
-static void free_comm(dpl_comm *comm) {
-    for (dpl_op *list = comm->flying;; list = comm->spare, comm->spare = NULL) {
-        while (list) {
-            dpl_op *op = list;
-            list = op->next;
-            comm->world->ops->free_op(op);
-            dpl_free(op->heard);
-            dpl_free(op);
-        }
-        if (!comm->spare) break;
+static void free_ops(const dpl_comm *comm, dpl_op *list) {
+    while (list) {
+        dpl_op *op = list;
+        list = op->next;
+        if (comm->world->ops->free_op) comm->world->ops->free_op(op);
+        dpl_free(op->heard);
+        dpl_free(op);
     }
+}
+
+static void free_comm(dpl_comm *comm) {
+    free_ops(comm, comm->flying);
+    free_ops(comm, comm->spare);
     dpl_free(comm->members);
     dpl_free(comm);
 }
@@ -424,12 +426,13 @@ dpl_status dpl_comm_agree(dpl_comm *comm, dpl_status mine) {
 /* ---- sums ---- */
 // Each rank adds up one part of all arrays, in the order of ranks, and hands it out.
 typedef struct parts {
-    size_t *at, *bytes, *own_at, *own_bytes; // (R): of the parts; of this rank's part, R times
+    size_t *at, *bytes;                   // (R): of the parts
+    size_t *own_at, *own_bytes, *own_one; // (R): of this rank's part, R times; and once, for all
 } parts;
 
 static void cut(const dpl_comm *comm, size_t n, size_t *sizes, parts *p) {
     const size_t R = (size_t)comm->n_ranks, me = (size_t)comm->rank;
-    *p = (parts){sizes, sizes + R, sizes + 2 * R, sizes + 3 * R};
+    *p = (parts){sizes, sizes + R, sizes + 2 * R, sizes + 3 * R, sizes + 4 * R}; // zeros
     for (size_t r = 0; r < R; r++) {
         p->at[r] = r * n / R * sizeof(float);
         p->bytes[r] = ((r + 1) * n / R - r * n / R) * sizeof(float);
@@ -450,8 +453,7 @@ static dpl_status add_parts(dpl_comm *comm, const parts *p, float *x, float *rec
     for (size_t i = 0; i < n; i++) mine[i] = received[i];
     for (size_t r = 1; r < R; r++)
         for (size_t i = 0; i < n; i++) mine[i] += received[r * n + i];
-    for (size_t r = 0; r < R; r++) memcpy(received + r * n, mine, n * sizeof *mine);
-    DPL_TRY(dpl_comm_exchange(comm, (dpl_blocks){received, p->own_at, p->own_bytes},
+    DPL_TRY(dpl_comm_exchange(comm, (dpl_blocks){mine, p->own_one, p->own_bytes},
                               (dpl_blocks){x, p->at, p->bytes}, &ticket));
     return dpl_comm_wait(comm, ticket);
 }
@@ -459,7 +461,7 @@ static dpl_status add_parts(dpl_comm *comm, const parts *p, float *x, float *rec
 dpl_status dpl_comm_sum_f32(dpl_comm *comm, float *x, size_t n) {
     if (comm->n_ranks == 1) return DPL_OK;
     const size_t R = (size_t)comm->n_ranks, most = (n / R + 1) * R;
-    size_t *sizes = dpl_alloc_array(4 * R, sizeof *sizes);
+    size_t *sizes = dpl_alloc_array(5 * R, sizeof *sizes);
     float *received = dpl_alloc_array(most, sizeof *received);
     dpl_status status = DPL_OK;
     if (!sizes || !received) status = dpl_fail(DPL_ENOMEM, "no memory to sum %zu numbers", n);

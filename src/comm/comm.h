@@ -57,6 +57,7 @@ struct dpl_comm {
 
 // Functions but open and split are called with the world's lock held, and return DPL_OK at once.
 // What they find is the world's failure: dpl_world_fail().
+// Where start() leaves every exchange done, there is no advance, withdraw or rest: NULL.
 typedef struct dpl_comm_ops {
     const char *name;
     // Makes `child`, NULL where this rank is in none, of ranks of the parent, all of which call it.
@@ -66,7 +67,7 @@ typedef struct dpl_comm_ops {
     void (*start)(dpl_comm *comm, dpl_op *op);
     void (*advance)(dpl_comm *comm, dpl_op *op);  // sets `heard` and `done`
     void (*withdraw)(dpl_comm *comm, dpl_op *op); // after it nothing touches its blocks
-    void (*free_op)(dpl_op *op);                  // its state
+    void (*free_op)(dpl_op *op);                  // its state; NULL: it has none
     // Looks for an abort; what it returns changes when there may be something new.
     uint32_t (*look)(dpl_world *world);
     // Waits a little, at most until `seen` is no longer what look() would return. Without the lock.

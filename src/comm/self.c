@@ -7,21 +7,9 @@ static void start_self(dpl_comm *comm, dpl_op *op) {
     op->done = true;
 }
 
-static void withdraw_self(dpl_comm *comm, dpl_op *op) {
-    (void)comm, (void)op;
-}
-
-static void free_op_self(dpl_op *op) {
-    (void)op;
-}
-
 static uint32_t look_self(dpl_world *world) {
     (void)world;
     return 0;
-}
-
-static void rest_self(dpl_world *world, uint32_t seen, unsigned n_rests) {
-    (void)world, (void)seen, (void)n_rests;
 }
 
 static void abort_self(dpl_world *world, const char *why) {
@@ -35,11 +23,7 @@ static void leave_self(dpl_world *world) {
 static const dpl_comm_ops self = {
     .name = "self",
     .start = start_self,
-    .advance = start_self,
-    .withdraw = withdraw_self,
-    .free_op = free_op_self,
     .look = look_self,
-    .rest = rest_self,
     .abort = abort_self,
     .leave = leave_self,
 };

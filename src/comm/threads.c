@@ -129,10 +129,6 @@ static void withdraw(dpl_comm *comm, dpl_op *op) {
     while (atomic_load(&mine->n_readers) > 0) dpl_relax();
 }
 
-static void free_op(dpl_op *op) {
-    (void)op;
-}
-
 /* ---- waiting ---- */
 static uint32_t look(dpl_world *world) {
     hub *h = world->state;
@@ -205,7 +201,6 @@ static const dpl_comm_ops threads = {
     .start = start,
     .advance = advance,
     .withdraw = withdraw,
-    .free_op = free_op,
     .look = look,
     .rest = rest,
     .abort = abort_all,

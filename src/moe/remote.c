@@ -181,8 +181,8 @@ static int64_t rows_before(const dpl_ep *ep, int source, int64_t e) {
     return n;
 }
 
-static void unpack(dpl_ctx *ctx, const dpl_ep *ep, int source, size_t d, bool values,
-                   const dpl_spread *local, uint8_t *from) {
+static void unpack(dpl_ctx *ctx, const dpl_ep *ep, int source, size_t d, const dpl_spread *local,
+                   uint8_t *from) {
     const size_t row_bytes = d * dpl_dtype_bytes(local->dtype);
     packet p;
     packet_at(ep, source, (size_t)ep->ranks->host[ep->ranks->comm->rank], row_bytes, from, &p);
@@ -192,7 +192,7 @@ static void unpack(dpl_ctx *ctx, const dpl_ep *ep, int source, size_t d, bool va
                             local->dtype};
         dpl_gather_rows(ctx, (dpl_mat){p.tokens, d, local->dtype}, NULL, p.index + at, 1, (size_t)n,
                         d, to, NULL);
-        if (values)
+        if (local->values)
             dpl_copy(ctx, dpl_mat_f32(p.values + at, 1), (size_t)n, 1,
                      dpl_mat_f32(local->values[owner] + row, 1));
         at += (size_t)n;
@@ -203,16 +203,14 @@ dpl_status dpl_remote_dispatch(dpl_ctx *ctx, const dpl_ep *ep, dpl_mat x, const 
                                size_t d, const dpl_spread *local) {
     const mail m = address(ctx, ep, d * dpl_dtype_bytes(local->dtype), false);
     dpl_ticket ticket;
-    const bool numbers = local->values != NULL;
-    pack(ctx, ep, x, weights, numbers, d, local->dtype, &m);
+    pack(ctx, ep, x, weights, local->values != NULL, d, local->dtype, &m);
     dpl_ctx_wait(ctx);
     DPL_TRY(start(ep, &m, &ticket));
     dpl_scatter_rows(ctx, x, weights, local, ep->n_tokens, ep->top_k, d); // meanwhile
     dpl_ctx_wait(ctx);
     DPL_TRY(dpl_comm_wait(ep->ranks->comm, ticket));
     for (int s = 0; s < ep->ranks->comm->n_ranks; s++)
-        if (m.receive_bytes[s] > 0)
-            unpack(ctx, ep, s, d, numbers, local, m.receive + m.receive_at[s]);
+        if (m.receive_bytes[s] > 0) unpack(ctx, ep, s, d, local, m.receive + m.receive_at[s]);
     return DPL_OK;
 }
 
