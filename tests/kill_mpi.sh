@@ -9,10 +9,11 @@ RANDOM=$seed
 echo "kill_mpi: $mpi SEED=$seed KILLS=$kills"
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1
 launcher=mpirun.openmpi
-[ "$mpi" = openmpi ] || launcher=mpiexec.mpich
+mesh=ici_expert_parallelism=2
+[ "$mpi" = openmpi ] || launcher=mpiexec.mpich mesh=ici_fsdp_parallelism=2
 train() # folder
 {
-    cd "$1" && exec "$launcher" -n 2 "$program" train "$work/tiny.yml" ici_expert_parallelism=2 \
+    cd "$1" && exec "$launcher" -n 2 "$program" train "$work/tiny.yml" "$mesh" \
         per_device_batch_size=2 checkpoint_period=2 comm_timeout_s=$timeout_s > out 2>&1 < /dev/null
 }
 ranks() { pgrep -f "^$program train $work/tiny.yml"; }

@@ -176,8 +176,9 @@ static void experts_keep_their_names_and_sides(void **state) {
 
         float *m = calloc(n, sizeof *m), *back = calloc(n, sizeof *back);
         const char *path = scratch_path("moments%zu.safetensors", i), *const prefix = "m.";
+        char part[PATH_MAX];
         mark_experts(&c, k.model, m);
-        check_ok(dpl_model_save_flat(k.model, path, &prefix, &m, 1));
+        check_ok(dpl_model_save_flat(k.model, path, &prefix, &m, 1, part));
         assert_true(fixture_open(path, &f));
         check_marks(&f, &c, "m.");
         fixture_close(&f);

@@ -15,12 +15,16 @@
 #include "scratch.h"
 #include "trainkit.h"
 
-enum { STEPS = 5, BATCH = 12, R_MAX = 6 };
+enum { STEPS = 5, BATCH = 24, R_MAX = 6 };
 
 typedef struct shape {
-    int n_data, n_expert;
-    const char *extra; // an assignment
+    int n_data, n_fsdp, n_expert;
+    const char *extra; // assignments, with a space between them
 } shape;
+
+static int n_ranks_of(shape s) {
+    return s.n_data * s.n_fsdp * s.n_expert;
+}
 
 typedef struct result {
     dpl_step_metrics steps[STEPS];
@@ -46,9 +50,13 @@ static dpl_config *mesh_config(const job *j, int n_ranks) {
     run_set(config, "per_device_batch_size=%d", BATCH / 2 / n_ranks);
     run_set(config, "gradient_accumulation_steps=2");
     run_set(config, "ici_data_parallelism=%d", j->shape.n_data);
+    run_set(config, "ici_fsdp_parallelism=%d", j->shape.n_fsdp);
     run_set(config, "ici_expert_parallelism=%d", j->shape.n_expert);
     run_set(config, "run_name=%s", j->run_name);
-    if (j->shape.extra) run_set(config, "%s", j->shape.extra);
+    for (const char *p = j->shape.extra, *end; p; p = *end ? end + 1 : NULL) {
+        end = p + strcspn(p, " ");
+        run_set(config, "%.*s", (int)(end - p), p);
+    }
     return config;
 }
 
@@ -75,7 +83,7 @@ static void run_rank(dpl_comm *comm, void *arg) {
 }
 
 static void run_job(const job *j) {
-    ranks_run("threads", j->shape.n_data * j->shape.n_expert, run_rank, (void *)(uintptr_t)j);
+    ranks_run("threads", n_ranks_of(j->shape), run_rank, (void *)(uintptr_t)j);
 }
 
 static bool close_to(double a, double b, double bound) {
@@ -101,38 +109,67 @@ static void check_same(const result *a, const result *b, int first, int end, con
     assert_int_equal(a->eval.n_tokens, b->eval.n_tokens);
 }
 
-static void every_mesh_trains_alike(void **state) {
-    (void)state;
-    static const shape shapes[] = {{1, 1, NULL},
-                                   {1, 2, NULL},
-                                   {2, 1, NULL},
-                                   {3, 1, NULL},
-                                   {3, 2, NULL},
-                                   {1, 2, "ici_fsdp_parallelism=1"},
-                                   {2, 1, "dcn_data_parallelism=1"}};
-    static result results[DPL_COUNT(shapes)][R_MAX];
+static void compare_meshes(const shape *shapes, size_t n, const char *extra, int end) {
+    static result results[16][R_MAX];
     scratch_open(NULL);
-    for (size_t i = 0; i < DPL_COUNT(shapes); i++) {
+    for (size_t i = 0; i < n; i++) {
         char name[32];
         snprintf(name, sizeof name, "alike%zu", i);
-        const job j = {shapes[i], name, 0, STEPS, results[i]};
+        job j = {shapes[i], name, 0, end, results[i]};
+        if (!j.shape.extra) j.shape.extra = extra;
         run_job(&j);
-        for (int r = 0; r < shapes[i].n_data * shapes[i].n_expert; r++) {
+        for (int r = 0; r < n_ranks_of(shapes[i]); r++) {
             assert_string_equal(results[i][r].error, "");
-            check_same(&results[i][r], &results[0][0], 0, STEPS, name);
+            check_same(&results[i][r], &results[0][0], 0, end, name);
         }
     }
     scratch_close(NULL);
+}
+
+static void every_mesh_trains_alike(void **state) {
+    (void)state;
+    static const shape shapes[] = {{1, 1, 1, NULL},
+                                   {1, 1, 2, NULL},
+                                   {2, 1, 1, NULL},
+                                   {3, 1, 1, NULL},
+                                   {3, 1, 2, NULL},
+                                   {1, 2, 1, NULL},
+                                   {1, 4, 1, NULL},
+                                   {2, 2, 1, NULL},
+                                   {1, 2, 2, NULL},
+                                   {1, 3, 2, NULL},
+                                   {1, 4, 1, "ici_fsdp_parallelism=-1"},
+                                   {1, 4, 1, "dcn_fsdp_parallelism=2 ici_fsdp_parallelism=2"},
+                                   {2, 1, 1, "dcn_data_parallelism=1"}};
+    compare_meshes(shapes, DPL_COUNT(shapes), NULL, STEPS);
+}
+
+// A tied embedding is looked up in fp32 and multiplied in bf16. Later steps are not made: a
+// weight that is rounded the other way moves them by more than sums do.
+static void bf16_copies_are_gathered(void **state) {
+    (void)state;
+    static const shape shapes[] = {
+        {1, 1, 1, NULL}, {1, 2, 1, NULL}, {2, 1, 1, NULL}, {1, 3, 1, NULL}, {1, 2, 2, NULL}};
+    compare_meshes(shapes, DPL_COUNT(shapes), "dtype=bfloat16 eval_steps=1", 1);
+    compare_meshes(shapes, DPL_COUNT(shapes),
+                   "dtype=bfloat16 eval_steps=1 logits_via_embedding=true", 1);
+}
+
+// Where sequences are too short for a depth its gradients are zero, on whatever rank they are.
+static void depths_that_do_not_fit_stay(void **state) {
+    (void)state;
+    static const shape shapes[] = {{1, 1, 1, NULL}, {1, 2, 1, NULL}, {2, 1, 2, NULL}};
+    compare_meshes(shapes, DPL_COUNT(shapes), "mtp_num_layers=3 max_target_length=3", STEPS);
 }
 
 // A chain of meshes, each of which goes on from the checkpoint of the one before.
 static void checkpoints_go_to_any_mesh(void **state) {
     (void)state;
     static const shape shapes[STEPS] = {
-        {1, 2, NULL}, {2, 1, NULL}, {1, 1, NULL}, {3, 2, NULL}, {1, 1, NULL}};
+        {1, 2, 2, NULL}, {2, 1, 1, NULL}, {1, 3, 1, NULL}, {3, 1, 2, NULL}, {1, 1, 1, NULL}};
     static result whole[R_MAX], part[R_MAX];
     scratch_open(NULL);
-    const job straight = {{1, 1, NULL}, "straight", 0, STEPS, whole};
+    const job straight = {{1, 1, 1, NULL}, "straight", 0, STEPS, whole};
     run_job(&straight);
     for (int i = 0; i < STEPS; i++) {
         const job j = {shapes[i], "chain", i, i + 1, part};
@@ -148,7 +185,7 @@ static void expect_error(shape s, dpl_status status, const char *text) {
     scratch_open(NULL);
     const job j = {s, "refused", 0, 1, results};
     run_job(&j);
-    for (int r = 0; r < s.n_data * s.n_expert; r++) {
+    for (int r = 0; r < n_ranks_of(s); r++) {
         assert_true(results[r].status == status || results[r].status == DPL_ECOMM);
         if (!strstr(results[r].error, text)) fail_msg("rank %d: %s", r, results[r].error);
     }
@@ -158,43 +195,124 @@ static void expect_error(shape s, dpl_status status, const char *text) {
 
 static void meshes_that_cannot_be_are_refused(void **state) {
     (void)state;
-    expect_error((shape){1, 3, NULL}, DPL_EINVAL, "8 experts over 3 ranks");
-    expect_error((shape){1, 2, "ici_fsdp_parallelism=2"}, DPL_EINVAL, "do not fill a mesh");
-    expect_error((shape){2, 1, "ici_data_parallelism=1"}, DPL_ENOSUP, "sharding over fsdp=2");
-    expect_error((shape){2, 1, "ici_data_parallelism=4"}, DPL_EINVAL, "4 ranks along data");
-    expect_error((shape){2, 1, "dcn_expert_parallelism=0"}, DPL_EINVAL, "is 0");
-    expect_error((shape){2, 1, "load_balance_scope=batch"}, DPL_ENOSUP, "load_balance_scope");
-    expect_error((shape){2, 1, "ranks=3"}, DPL_EINVAL, "ranks=3, but the context is of 2");
-    expect_error((shape){1, 2, "dcn_data_parallelism=4294967296"}, DPL_EINVAL, "along data");
+    expect_error((shape){1, 1, 3, NULL}, DPL_EINVAL, "8 experts over 3 ranks");
+    expect_error((shape){1, 1, 2, "ici_fsdp_parallelism=2"}, DPL_EINVAL, "do not fill a mesh");
+    expect_error((shape){2, 1, 1, "ici_data_parallelism=4"}, DPL_EINVAL, "4 ranks along data");
+    expect_error((shape){2, 1, 1, "dcn_expert_parallelism=0"}, DPL_EINVAL, "is 0");
+    expect_error((shape){2, 1, 1, "load_balance_scope=batch"}, DPL_ENOSUP, "load_balance_scope");
+    expect_error((shape){2, 1, 1, "ranks=3"}, DPL_EINVAL, "ranks=3, but the context is of 2");
+    expect_error((shape){1, 1, 2, "dcn_data_parallelism=4294967296"}, DPL_EINVAL, "along data");
 }
 
-// A write that fails on the first rank ends all ranks, with its message; the checkpoint before
-// stays whole.
+// A write that fails on any rank ends all ranks, with its message; the checkpoint before stays
+// whole, and the run goes on from it.
 static void a_full_disk_ends_all_ranks(void **state) {
     (void)state;
     static result results[R_MAX];
     scratch_open(NULL);
-    const job good = {{1, 2, NULL}, "full", 0, 1, results};
+    const job good = {{1, 2, 2, NULL}, "full", 0, 1, results};
     run_job(&good);
     assert_string_equal(results[0].error, "");
-    const job bad = {{1, 2, NULL}, "full", 1, 2, results};
-    dpl_fault_write(5);
-    run_job(&bad);
-    dpl_fault_write(0);
-    for (int r = 0; r < 2; r++) {
-        assert_int_not_equal(results[r].status, DPL_OK);
-        if (!strstr(results[r].error, "cannot write")) fail_msg("rank %d: %s", r, results[r].error);
+    const job bad = {{1, 2, 2, NULL}, "full", 1, 2, results};
+    for (size_t nth = 1; nth <= 34; nth += nth / 2 + 1) {
+        dpl_fault_write(nth);
+        run_job(&bad);
+        dpl_fault_write(0);
+        for (int r = 0; r < 4; r++) {
+            assert_int_not_equal(results[r].status, DPL_OK);
+            if (!strstr(results[r].error, "No space left"))
+                fail_msg("write %zu, rank %d: %s", nth, r, results[r].error);
+        }
+        check_ok(dpl_checkpoint_verify(scratch_path("runs/full/checkpoints/0")));
     }
-    check_ok(dpl_checkpoint_verify(scratch_path("runs/full/checkpoints/0")));
-    run_job(&bad); // goes on from there
+    run_job(&bad);
     assert_string_equal(results[0].error, "");
     scratch_close(NULL);
+}
+
+// A rank that cannot run its first micro-batch: the others go on to where all agree, and can go on
+// after that.
+static void run_unfit(dpl_comm *comm, void *arg) {
+    const job *j = arg;
+    dpl_ctx *ctx = run_ctx(1);
+    dpl_config *config = mesh_config(j, comm->n_ranks);
+    check_ok(dpl_ctx_join(ctx, comm));
+    dpl_trainer *t = run_open(ctx, config);
+    dpl_loss_sums sums;
+    const int bad = comm->n_ranks - 1;
+    char error[64];
+    const int32_t before = t->batch.ids[1];
+    if (comm->rank == bad) t->batch.ids[1] = 999;
+    const dpl_status status = dpl_train_pass(t->model, &t->mesh, &t->rule, &t->batch, &t->micro,
+                                             &sums);
+    assert_int_equal(status, DPL_EINVAL);
+    snprintf(error, sizeof error, "rank %d: token 1 of row 0 is 999", bad);
+    if (strncmp(dpl_error_message(), error, strlen(error))) fail_msg("%s", dpl_error_message());
+    t->batch.ids[1] = before;
+    check_ok(dpl_train_pass(t->model, &t->mesh, &t->rule, &t->batch, &t->micro, &sums));
+    dpl_trainer_close(&t);
+    dpl_config_close(&config);
+    dpl_ctx_close(&ctx);
+}
+
+static void a_rank_that_cannot_go_on_keeps_pace(void **state) {
+    (void)state;
+    static const shape shapes[] = {{2, 1, 1, NULL}, {1, 2, 1, NULL}, {1, 1, 2, NULL},
+                                   {1, 4, 1, NULL}, {1, 2, 2, NULL}, {3, 1, 2, NULL}};
+    for (size_t i = 0; i < DPL_COUNT(shapes); i++) {
+        job j = {shapes[i], "unfit", 0, 0, NULL};
+        scratch_open(NULL);
+        ranks_run("threads", n_ranks_of(shapes[i]), run_unfit, &j);
+        scratch_close(NULL);
+    }
+}
+
+// The gradient of an expert of another rank, and of a piece that another rank has.
+typedef struct poison {
+    const char *tensor, *error;
+} poison;
+
+static void run_poisoned(dpl_comm *comm, void *arg) {
+    const poison *p = arg;
+    const job j = {{1, 2, 2, NULL}, "poisoned", 0, 0, NULL};
+    dpl_ctx *ctx = run_ctx(1);
+    dpl_config *config = mesh_config(&j, comm->n_ranks);
+    check_ok(dpl_ctx_join(ctx, comm));
+    dpl_trainer *t = run_open(ctx, config);
+    dpl_loss_sums sums;
+    double norm;
+    check_ok(dpl_train_pass(t->model, &t->mesh, &t->rule, &t->batch, &t->micro, &sums));
+    for (size_t i = 0, own; i < t->model->n_disk; i++) {
+        const dpl_disk_tensor *tensor = &t->model->disk[i];
+        if (strcmp(tensor->name, p->tensor) || !dpl_disk_is_here(t->model, tensor)) continue;
+        // Its last column: element 63 of a row of panels, in the piece of one of the two.
+        const size_t n = dpl_param_own(t->model, tensor->param, &own);
+        if (n > 0 && t->mesh.model.fsdp->rank == 1) t->model->params.grad[own + n - 1] = NAN;
+    }
+    assert_int_equal(dpl_optimizer_norm(&t->optimizer, &t->mesh, &norm), DPL_ENUMERIC);
+    if (strcmp(dpl_error_message(), p->error)) fail_msg("%s", dpl_error_message());
+    dpl_trainer_close(&t);
+    dpl_config_close(&config);
+    dpl_ctx_close(&ctx);
+}
+
+static void a_bad_gradient_is_named_by_all(void **state) {
+    (void)state;
+    static const poison cases[] = {
+        {"model.layers.1.mlp.experts.7.down_proj.weight",
+         "layer 1, model.layers.1.mlp.experts.7.down_proj.weight: the gradient is not finite"},
+        {"lm_head.weight", "lm_head.weight: the gradient is not finite"}};
+    for (size_t i = 0; i < DPL_COUNT(cases); i++) {
+        scratch_open(NULL);
+        ranks_run("threads", 4, run_poisoned, (void *)(uintptr_t)&cases[i]);
+        scratch_close(NULL);
+    }
 }
 
 // Ranks that were given different configurations.
 static void run_unequal(dpl_comm *comm, void *arg) {
     (void)arg;
-    const job j = {{2, 1, comm->rank ? "checkpoint_period=7" : NULL}, "unequal", 0, 0, NULL};
+    const job j = {{2, 1, 1, comm->rank ? "checkpoint_period=7" : NULL}, "unequal", 0, 0, NULL};
     dpl_ctx *ctx = run_ctx(1);
     dpl_config *config = mesh_config(&j, comm->n_ranks);
     dpl_trainer *t = NULL;
@@ -232,7 +350,7 @@ static void one_rank_may_try_again(void **state) {
 
 static void stop_rank(dpl_comm *comm, void *arg) {
     dpl_status *status = arg;
-    const job j = {{1, 2, NULL}, "stopped", 0, 0, NULL};
+    const job j = {{1, 1, 2, NULL}, "stopped", 0, 0, NULL};
     dpl_ctx *ctx = run_ctx(1);
     dpl_config *config = mesh_config(&j, comm->n_ranks);
     check_ok(dpl_ctx_join(ctx, comm));
@@ -257,9 +375,13 @@ static void one_rank_stops_all(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_mesh_trains_alike),
+        cmocka_unit_test(bf16_copies_are_gathered),
+        cmocka_unit_test(depths_that_do_not_fit_stay),
         cmocka_unit_test(checkpoints_go_to_any_mesh),
         cmocka_unit_test(meshes_that_cannot_be_are_refused),
         cmocka_unit_test(a_full_disk_ends_all_ranks),
+        cmocka_unit_test(a_rank_that_cannot_go_on_keeps_pace),
+        cmocka_unit_test(a_bad_gradient_is_named_by_all),
         cmocka_unit_test(one_rank_stops_all),
         cmocka_unit_test(unequal_configurations_are_refused),
         cmocka_unit_test(one_rank_may_try_again),

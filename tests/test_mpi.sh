@@ -36,14 +36,20 @@ for n in "${numbers[@]}"; do
 done
 
 # The same mesh has the same bits on both transports; a launcher's ranks need not be told.
-mesh=(ici_expert_parallelism=2 per_device_batch_size=2 gradient_accumulation_steps=2)
-options=("$root/configs/bench-small.yml" "${mesh[@]}" max_target_length=64 steps=4 eval_interval=-1
-    "dataset_path=$root/data/shakespeare.txt" "base_output_directory=$work")
+options=("$root/configs/bench-small.yml" per_device_batch_size=2 gradient_accumulation_steps=2 max_target_length=64
+    steps=4 eval_interval=-1 "dataset_path=$root/data/shakespeare.txt" "base_output_directory=$work")
 results() { sed -E 's/"(seconds|mfu|[a-z_]*_ms|t[a-z_]*_per_[a-z_]*device)": *[^,}]*,? ?//g' "$work/$1/metrics.jsonl"; }
-"$build/dropless" train "${options[@]}" ranks=2 run_name=threads > "$out" 2>&1 || fail "training on threads"
-launch 2 "$build/dropless" train "${options[@]}" run_name=processes || fail "training failed"
-[ "$(results threads)" = "$(results processes)" ] || fail "processes train otherwise than threads"
-cmp "$work"/{threads,processes}/checkpoints/3/model.safetensors || fail "other weights than threads"
+for axis in expert fsdp data; do
+    mesh=("ici_${axis}_parallelism=2")
+    "$build/dropless" train "${options[@]}" "${mesh[@]}" ranks=2 run_name=threads > "$out" 2>&1 ||
+        fail "training on threads, $axis"
+    launch 2 "$build/dropless" train "${options[@]}" "${mesh[@]}" run_name=processes || fail "training failed, $axis"
+    [ "$(results threads)" = "$(results processes)" ] || fail "processes train otherwise than threads, $axis"
+    for file in "$work"/threads/checkpoints/3/*.safetensors; do
+        cmp "$file" "$work/processes/checkpoints/3/$(basename "$file")" || fail "other weights than threads, $axis"
+    done
+    rm -rf "$work"/{threads,processes}
+done
 ! launch 2 "$build/dropless" train "${options[@]}" ranks=3 run_name=wrong || fail "ranks=3 of 2 was accepted"
 grep -q "ranks=3, but the launcher started 2" "$out" || fail "ranks=3 of 2: another error"
 

@@ -80,7 +80,7 @@ dpl_status dpl_model_open(dpl_ctx *ctx, const char *path, const dpl_config *conf
     }
     dpl_status status = dpl_model_create(ctx, &sizes, dtype, &model);
     if (status == DPL_OK && path) status = dpl_model_load(model, dir);
-    if (status == DPL_OK && !path) dpl_options_init(&config->o, model);
+    if (status == DPL_OK && !path) status = dpl_options_init(&config->o, model);
     if (status == DPL_OK) *model_out = model;
     else dpl_model_close(&model);
     return status;

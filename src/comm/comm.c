@@ -44,9 +44,19 @@ static dpl_status check_alive(dpl_world *world) {
     return status;
 }
 
+// An error that ranks have agreed on before has the number of its rank.
+static bool names_rank(const char *text) {
+    for (const char *p = strstr(text, "rank "); p; p = strstr(p + 1, "rank ")) {
+        const size_t n = strspn(p + 5, "0123456789");
+        if ((p == text || p[-1] == ' ') && n > 0 && p[5 + n] == ':') return true;
+    }
+    return false;
+}
+
 static void abort_locked(dpl_world *world, const char *why) {
     if (world->failed != DPL_OK) return;
-    dpl_world_fail(world, DPL_ECOMM, "rank %d: %s", world->rank, why);
+    if (names_rank(why)) dpl_world_fail(world, DPL_ECOMM, "%s", why);
+    else dpl_world_fail(world, DPL_ECOMM, "rank %d: %s", world->rank, why);
     world->ops->abort(world, world->why);
     for (dpl_comm *comm = world->comms; comm; comm = comm->next) withdraw(comm);
 }
@@ -340,17 +350,29 @@ dpl_status dpl_comm_exchange(dpl_comm *comm, dpl_blocks send, dpl_blocks receive
     return start(comm, send, receive, ticket_out);
 }
 
-dpl_status dpl_comm_gather(dpl_comm *comm, const void *send, size_t bytes, void *receive,
-                           dpl_ticket *ticket_out) {
+// Blocks of equal size. With `same` every rank gets the one block that there is.
+static dpl_status start_equal(dpl_comm *comm, const void *send, bool same, size_t bytes,
+                              void *receive, dpl_ticket *ticket_out) {
     const size_t R = (size_t)comm->n_ranks;
     size_t few[3 * 16], *sizes = R <= 16 ? few : dpl_alloc_array(3 * R, sizeof *sizes);
     if (!sizes) return give_up(comm, "an exchange");
     size_t *const zero = sizes, *const each = sizes + R, *const place = sizes + 2 * R;
     for (size_t r = 0; r < R; r++) zero[r] = 0, each[r] = bytes, place[r] = r * bytes;
-    const dpl_blocks from = {(void *)(uintptr_t)send, zero, each}, to = {receive, place, each};
+    const dpl_blocks from = {(void *)(uintptr_t)send, same ? zero : place, each},
+                     to = {receive, place, each};
     const dpl_status status = start(comm, from, to, ticket_out);
     if (sizes != few) dpl_free(sizes);
     return status;
+}
+
+dpl_status dpl_comm_gather(dpl_comm *comm, const void *send, size_t bytes, void *receive,
+                           dpl_ticket *ticket_out) {
+    return start_equal(comm, send, true, bytes, receive, ticket_out);
+}
+
+dpl_status dpl_comm_swap(dpl_comm *comm, const void *send, size_t bytes, void *receive,
+                         dpl_ticket *ticket_out) {
+    return start_equal(comm, send, false, bytes, receive, ticket_out);
 }
 
 dpl_status dpl_comm_wait(dpl_comm *comm, dpl_ticket ticket) {
@@ -391,7 +413,10 @@ static dpl_status read_verdicts(const dpl_comm *comm, const uint8_t *all, size_t
     for (size_t r = 0; r < (size_t)comm->n_ranks; r++) {
         verdict v;
         memcpy(&v, all + r * (sizeof v + bytes), sizeof v);
-        if (v.status != DPL_OK) // the lowest rank that failed speaks for all
+        // The lowest rank that failed speaks for all.
+        if (v.status != DPL_OK && names_rank(v.text))
+            return dpl_fail((dpl_status)v.status, "%s", v.text);
+        if (v.status != DPL_OK)
             return dpl_fail((dpl_status)v.status, "rank %d: %s", comm->members[r], v.text);
         if (bytes > 0) memcpy(receive + r * bytes, all + r * (sizeof v + bytes) + sizeof v, bytes);
     }
@@ -424,56 +449,6 @@ dpl_status dpl_comm_agree(dpl_comm *comm, dpl_status mine) {
 }
 
 /* ---- sums ---- */
-// Each rank adds up one part of all arrays, in the order of ranks, and hands it out.
-typedef struct parts {
-    size_t *at, *bytes;                   // (R): of the parts
-    size_t *own_at, *own_bytes, *own_one; // (R): of this rank's part, R times; and once, for all
-} parts;
-
-static void cut(const dpl_comm *comm, size_t n, size_t *sizes, parts *p) {
-    const size_t R = (size_t)comm->n_ranks, me = (size_t)comm->rank;
-    *p = (parts){sizes, sizes + R, sizes + 2 * R, sizes + 3 * R, sizes + 4 * R}; // zeros
-    for (size_t r = 0; r < R; r++) {
-        p->at[r] = r * n / R * sizeof(float);
-        p->bytes[r] = ((r + 1) * n / R - r * n / R) * sizeof(float);
-    }
-    for (size_t r = 0; r < R; r++) {
-        p->own_at[r] = r * p->bytes[me];
-        p->own_bytes[r] = p->bytes[me];
-    }
-}
-
-static dpl_status add_parts(dpl_comm *comm, const parts *p, float *x, float *received) {
-    const size_t R = (size_t)comm->n_ranks, n = p->bytes[comm->rank] / sizeof *x;
-    float *mine = x + p->at[comm->rank] / sizeof *x;
-    dpl_ticket ticket;
-    DPL_TRY(dpl_comm_exchange(comm, (dpl_blocks){x, p->at, p->bytes},
-                              (dpl_blocks){received, p->own_at, p->own_bytes}, &ticket));
-    DPL_TRY(dpl_comm_wait(comm, ticket));
-    for (size_t i = 0; i < n; i++) mine[i] = received[i];
-    for (size_t r = 1; r < R; r++)
-        for (size_t i = 0; i < n; i++) mine[i] += received[r * n + i];
-    DPL_TRY(dpl_comm_exchange(comm, (dpl_blocks){mine, p->own_one, p->own_bytes},
-                              (dpl_blocks){x, p->at, p->bytes}, &ticket));
-    return dpl_comm_wait(comm, ticket);
-}
-
-dpl_status dpl_comm_sum_f32(dpl_comm *comm, float *x, size_t n) {
-    if (comm->n_ranks == 1) return DPL_OK;
-    const size_t R = (size_t)comm->n_ranks, most = (n / R + 1) * R;
-    size_t *sizes = dpl_alloc_array(5 * R, sizeof *sizes);
-    float *received = dpl_alloc_array(most, sizeof *received);
-    dpl_status status = DPL_OK;
-    if (!sizes || !received) status = dpl_fail(DPL_ENOMEM, "no memory to sum %zu numbers", n);
-    status = dpl_comm_agree(comm, status);
-    parts p;
-    if (status == DPL_OK) cut(comm, n, sizes, &p);
-    if (status == DPL_OK) status = add_parts(comm, &p, x, received);
-    dpl_free(sizes);
-    dpl_free(received);
-    return status;
-}
-
 #define SUM(name, type)                                                             \
     dpl_status name(dpl_comm *comm, type *x, size_t n) {                            \
         const size_t R = (size_t)comm->n_ranks;                                     \

@@ -113,13 +113,15 @@ dpl_status dpl_comm_exchange(dpl_comm *comm, dpl_blocks send, dpl_blocks receive
 // receive (R, bytes), bytes > 0. Complete only after every rank has started it.
 dpl_status dpl_comm_gather(dpl_comm *comm, const void *send, size_t bytes, void *receive,
                            dpl_ticket *ticket_out);
+// Block r of send (R, bytes) to rank r, block r of receive (R, bytes) from it.
+dpl_status dpl_comm_swap(dpl_comm *comm, const void *send, size_t bytes, void *receive,
+                         dpl_ticket *ticket_out);
 dpl_status dpl_comm_wait(dpl_comm *comm, dpl_ticket ticket);
 // The same two, waited for.
 dpl_status dpl_comm_gather_now(dpl_comm *comm, const void *send, size_t bytes, void *receive);
 dpl_status dpl_comm_barrier(dpl_comm *comm);
 
 /* ---- sums: x (n) of all ranks, in the order of ranks, the same bits everywhere ---- */
-dpl_status dpl_comm_sum_f32(dpl_comm *comm, float *x, size_t n); // for large n
 dpl_status dpl_comm_sum_f64(dpl_comm *comm, double *x, size_t n);
 dpl_status dpl_comm_sum_i64(dpl_comm *comm, int64_t *x, size_t n);
 

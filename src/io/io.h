@@ -92,9 +92,10 @@ size_t dpl_st_elems(const dpl_st_tensor *tensor);
 bool dpl_st_shape_bytes(const dpl_st_tensor *tensor, uint64_t *bytes_out);
 
 // One file, or the weights of a model directory: model.safetensors (which wins if both are there),
-// or model.safetensors.index.json and the shards that it names; other shards are ignored.
+// or model.safetensors.index.json and the shards that it names; other shards are ignored. In the
+// same way NAME.safetensors stands for NAME.safetensors.index.json where there is no such file.
 typedef struct dpl_st_file {
-    char path[PATH_MAX];
+    char path[PATH_MAX], index_path[PATH_MAX];
     size_t n_tensors;
     dpl_st_tensor *tensors; // sorted by name
     struct dpl_st_part *parts;
@@ -123,6 +124,13 @@ dpl_status dpl_st_write(const char *path, const dpl_st_tensor *tensors, size_t n
                         dpl_data_fn data_of, void *arg);
 dpl_status dpl_st_write_dir(const char *dir, const dpl_st_tensor *tensors, size_t n_tensors,
                             size_t shard_bytes, dpl_data_fn data_of, void *arg);
+
+// Of NAME.safetensors in n_parts files: the path of part i, of their index; and writing that, when
+// the parts are there, from the tensors of all parts, and the part of each.
+dpl_status dpl_st_part_path(const char *path, size_t i, size_t n_parts, char *out);
+dpl_status dpl_st_index_path(const char *path, char *out);
+dpl_status dpl_st_write_index(const char *path, const dpl_st_tensor *tensors, size_t n_tensors,
+                              const size_t *part_of, size_t n_parts);
 
 /* ---- text and tokens (tokens.c) -------------------------------------------------------------- */
 // Documents of tokens one after the other, each a file: text (UTF-8 bytes as tokens; nothing is

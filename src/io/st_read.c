@@ -175,30 +175,44 @@ static dpl_status open_part(dpl_st_file *all, const char *dir, const char *name)
     return read_header(file);
 }
 
-/* ---- a model directory ---------------------------------------------------------------------- */
-static dpl_status open_dir(dpl_st_file *all, const char *dir) {
-    char single[PATH_MAX], index[PATH_MAX];
+/* ---- a model directory, or files by an index ------------------------------------------------- */
+static dpl_status open_listed(dpl_st_file *all, const char *dir) {
     const char *tensor;
     json_t *value;
+    DPL_TRY(dpl_json_read(all->index_path, &all->index));
+    all->weight_map = json_object_get(all->index, "weight_map");
+    DPL_EXPECT(json_is_object(all->weight_map), DPL_EFORMAT, "%s: no object named weight_map",
+               all->index_path);
+    json_object_foreach(all->weight_map, tensor, value) {
+        const char *name = json_string_value(value);
+        DPL_EXPECT(name && *name && !strchr(name, '/'), DPL_EFORMAT,
+                   "%s: weight_map: tensor %.200s: no file in this folder", all->index_path,
+                   tensor);
+        DPL_TRY(open_part(all, dir, name));
+    }
+    return DPL_OK;
+}
+
+static dpl_status open_dir(dpl_st_file *all, const char *dir) {
+    char single[PATH_MAX];
     DPL_TRY(dpl_path_join(dir, DPL_ST_SINGLE, single));
-    DPL_TRY(dpl_path_join(dir, DPL_ST_INDEX, index));
-    const bool has_single = dpl_path_exists(single), has_index = dpl_path_exists(index);
+    DPL_TRY(dpl_path_join(dir, DPL_ST_INDEX, all->index_path));
+    const bool has_single = dpl_path_exists(single), has_index = dpl_path_exists(all->index_path);
     DPL_EXPECT(has_single || has_index, DPL_EIO,
                "%s: neither " DPL_ST_SINGLE " nor an index is there", dir);
     if (has_single && has_index)
         dpl_log("note: %s has " DPL_ST_SINGLE " and an index; the index is not used", dir);
-    if (has_single) return open_part(all, dir, DPL_ST_SINGLE);
-    DPL_TRY(dpl_json_read(index, &all->index));
-    all->weight_map = json_object_get(all->index, "weight_map");
-    DPL_EXPECT(json_is_object(all->weight_map), DPL_EFORMAT, "%s: no object named weight_map",
-               index);
-    json_object_foreach(all->weight_map, tensor, value) {
-        const char *name = json_string_value(value);
-        DPL_EXPECT(name && *name && !strchr(name, '/'), DPL_EFORMAT,
-                   "%s: weight_map: tensor %.200s: no file in this folder", index, tensor);
-        DPL_TRY(open_part(all, dir, name));
-    }
-    return DPL_OK;
+    return has_single ? open_part(all, dir, DPL_ST_SINGLE) : open_listed(all, dir);
+}
+
+// What is not there may have been written in parts.
+static dpl_status open_file(dpl_st_file *all, const char *path) {
+    char dir[PATH_MAX];
+    DPL_TRY(dpl_st_index_path(path, all->index_path));
+    if (dpl_path_exists(path) || !dpl_path_exists(all->index_path)) return open_part(all, "", path);
+    const char *slash = strrchr(path, '/');
+    snprintf(dir, sizeof dir, "%.*s", slash ? (int)(slash - path) : 1, slash ? path : ".");
+    return open_listed(all, dir);
 }
 
 static bool is_in(const dpl_st_tensor *tensor, const char *file) {
@@ -212,7 +226,7 @@ static dpl_status check_index(const dpl_st_file *all) {
     json_t *value;
     json_object_foreach(all->weight_map, name, value)
         DPL_EXPECT(is_in(dpl_st_find(all, name), json_string_value(value)), DPL_EFORMAT,
-                   "%s/" DPL_ST_INDEX ": weight_map: tensor %.200s is not in %s", all->path, name,
+                   "%s: weight_map: tensor %.200s is not in %s", all->index_path, name,
                    json_string_value(value));
     for (const dpl_st_tensor *t = all->tensors; t < all->tensors + all->n_tensors; t++) {
         const char *listed = json_string_value(json_object_get(all->weight_map, t->name));
@@ -234,7 +248,7 @@ static dpl_status open_all(dpl_st_file *all, const char *path) {
     size_t n_max = 0;
     DPL_EXPECT(all, DPL_ENOMEM, "no memory to open %s", path);
     DPL_TRY(dpl_path_join("", path, all->path));
-    DPL_TRY(dpl_path_is_dir(path) ? open_dir(all, path) : open_part(all, "", path));
+    DPL_TRY(dpl_path_is_dir(path) ? open_dir(all, path) : open_file(all, path));
     for (const part *file = all->parts; file; file = file->next)
         n_max += json_object_size(file->header);
     all->tensors = dpl_alloc_array(n_max, sizeof *all->tensors);

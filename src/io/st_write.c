@@ -9,8 +9,6 @@
 
 #include "io/io.h"
 
-#define NAME_BYTES 64 // of a shard's name
-
 typedef struct place { // of a tensor
     const dpl_st_tensor *tensor;
     uint64_t bytes;
@@ -23,8 +21,8 @@ typedef struct plan {
     dpl_data_fn data_of;
     void *arg;
     size_t n_shards;
-    place *places; // in the order of writing
-    json_t *index;
+    place *places;    // in the order of writing
+    size_t *shard_of; // each tensor
 } plan;
 
 /* ---- one file ------------------------------------------------------------------------------- */
@@ -88,21 +86,72 @@ static dpl_status write_shard(const plan *p, size_t i_shard, const char *path) {
     return status;
 }
 
-/* ---- the plan ------------------------------------------------------------------------------- */
-static void shard_name(const plan *p, size_t i_shard, char name[NAME_BYTES]) {
-    if (p->n_shards == 1) strcpy(name, DPL_ST_SINGLE);
-    else snprintf(name, NAME_BYTES, "model-%05zu-of-%05zu.safetensors", i_shard + 1, p->n_shards);
+/* ---- the index ------------------------------------------------------------------------------ */
+#define SUFFIX ".safetensors"
+
+dpl_status dpl_st_part_path(const char *path, size_t i, size_t n_parts, char *out) {
+    const size_t stem = strlen(path) - strlen(SUFFIX);
+    const int n = snprintf(out, PATH_MAX, "%.*s-%05zu-of-%05zu" SUFFIX, (int)stem, path, i + 1,
+                           n_parts);
+    return n < PATH_MAX ? DPL_OK : dpl_fail(DPL_EINVAL, "%s: the path is too long", path);
 }
 
-// Orders the tensors by width, cuts them into shards and lists those in the index.
+dpl_status dpl_st_index_path(const char *path, char *out) {
+    const int n = snprintf(out, PATH_MAX, "%s.index.json", path);
+    return n < PATH_MAX ? DPL_OK : dpl_fail(DPL_EINVAL, "%s: the path is too long", path);
+}
+
+static dpl_status fill_index(const char *path, const dpl_st_tensor *tensors, size_t n_tensors,
+                             const size_t *part_of, size_t n_parts, json_t *index) {
+    json_t *map = json_object_get(index, "weight_map");
+    uint64_t total_bytes = 0;
+    char part[PATH_MAX];
+    for (size_t i = 0; i < n_tensors; i++) {
+        DPL_TRY(dpl_st_part_path(path, part_of[i], n_parts, part));
+        const char *slash = strrchr(part, '/');
+        total_bytes += dpl_st_elems(&tensors[i]) * dpl_st_dtype_bytes(tensors[i].dtype);
+        DPL_EXPECT(
+            json_object_set_new(map, tensors[i].name, json_string(slash ? slash + 1 : part)) == 0,
+            DPL_ENOMEM, "no memory for the index of %s", path);
+    }
+    json_t *size = json_pack("{s:I}", "total_size", (json_int_t)total_bytes);
+    DPL_EXPECT(json_object_set_new(index, "metadata", size) == 0, DPL_ENOMEM,
+               "no memory for the index of %s", path);
+    return DPL_OK;
+}
+
+dpl_status dpl_st_write_index(const char *path, const dpl_st_tensor *tensors, size_t n_tensors,
+                              const size_t *part_of, size_t n_parts) {
+    char at[PATH_MAX];
+    DPL_TRY(dpl_st_index_path(path, at));
+    json_t *index = json_pack("{s:{}}", "weight_map");
+    DPL_EXPECT(index, DPL_ENOMEM, "no memory for the index of %s", path);
+    dpl_status status = fill_index(path, tensors, n_tensors, part_of, n_parts, index);
+    if (status == DPL_OK) status = dpl_json_write(at, index);
+    json_decref(index);
+    return status;
+}
+
+/* ---- the plan ------------------------------------------------------------------------------- */
+// Before anything is written: names that repeat in another shard, too.
+static dpl_status check_tensors(const plan *p, const char *path) {
+    json_t *names = json_object();
+    uint64_t bytes = 0;
+    dpl_status status = names ? DPL_OK : dpl_fail(DPL_ENOMEM, "no memory to write %s", path);
+    for (size_t i = 0; i < p->n_tensors && status == DPL_OK; i++)
+        status = add_tensor(path, names, &p->tensors[i], &bytes);
+    json_decref(names);
+    return status;
+}
+
+// Orders the tensors by width and cuts them into shards.
 static dpl_status make_plan(plan *p, const char *path, uint64_t shard_bytes) {
     const size_t n = p->n_tensors;
-    json_t *map = json_object();
     p->places = dpl_alloc_array(n, sizeof *p->places);
-    p->index = json_pack("{s:o}", "weight_map", map);
-    if (!p->places || !p->index) return dpl_fail(DPL_ENOMEM, "no memory to write %s", path);
-    uint64_t total_bytes = 0, used = 0;
-    for (size_t i = 0; i < n; i++) DPL_TRY(add_tensor(path, map, &p->tensors[i], &total_bytes));
+    p->shard_of = dpl_alloc_array(n, sizeof *p->shard_of);
+    DPL_EXPECT(p->places && p->shard_of, DPL_ENOMEM, "no memory to write %s", path);
+    DPL_TRY(check_tensors(p, path));
+    uint64_t used = 0;
     place *next = p->places;
     for (size_t i = 0; i < 4 * n; i++) { // widths 8, 4, 2, 1
         const dpl_st_tensor *tensor = &p->tensors[i % n];
@@ -113,36 +162,31 @@ static dpl_status make_plan(plan *p, const char *path, uint64_t shard_bytes) {
             used = 0;
         }
         used += bytes;
+        p->shard_of[i % n] = p->n_shards - 1;
         *next++ = (place){tensor, bytes, p->n_shards - 1};
     }
-    int rc = json_object_set_new(p->index, "metadata",
-                                 json_pack("{s:I}", "total_size", (json_int_t)total_bytes));
-    for (size_t i = 0; i < n; i++) {
-        char file[NAME_BYTES];
-        shard_name(p, p->places[i].i_shard, file);
-        rc |= json_object_set_new(map, p->places[i].tensor->name, json_string(file));
-    }
-    return rc == 0 ? DPL_OK : dpl_fail(DPL_ENOMEM, "no memory to write %s", path);
+    return DPL_OK;
 }
 
 static dpl_status write_dir(const plan *p, const char *dir) {
-    char name[NAME_BYTES], path[PATH_MAX];
-    for (size_t i = 0; i < p->n_shards; i++) {
-        shard_name(p, i, name);
-        DPL_TRY(dpl_path_join(dir, name, path));
-        DPL_TRY(write_shard(p, i, path));
-    }
+    char single[PATH_MAX], index[PATH_MAX], path[PATH_MAX];
     const bool sharded = p->n_shards > 1;
-    if (sharded) DPL_TRY(dpl_path_join(dir, DPL_ST_INDEX, path));
-    if (sharded) DPL_TRY(dpl_json_write(path, p->index));
+    DPL_TRY(dpl_path_join(dir, DPL_ST_SINGLE, single));
+    DPL_TRY(dpl_path_join(dir, DPL_ST_INDEX, index));
+    for (size_t i = 0; i < p->n_shards; i++) {
+        if (sharded) DPL_TRY(dpl_st_part_path(single, i, p->n_shards, path));
+        DPL_TRY(write_shard(p, i, sharded ? path : single));
+    }
+    if (sharded)
+        DPL_TRY(dpl_st_write_index(single, p->tensors, p->n_tensors, p->shard_of, p->n_shards));
     // What an earlier save left in the other form would be read instead, or look as if.
-    DPL_TRY(dpl_path_join(dir, sharded ? DPL_ST_SINGLE : DPL_ST_INDEX, path));
-    DPL_EXPECT(unlink(path) == 0 || errno == ENOENT, DPL_EIO, "cannot remove %s: %m", path);
+    const char *other = sharded ? single : index;
+    DPL_EXPECT(unlink(other) == 0 || errno == ENOENT, DPL_EIO, "cannot remove %s: %m", other);
     return DPL_OK;
 }
 
 static void close_plan(plan *p) {
-    json_decref(p->index);
+    dpl_free(p->shard_of);
     dpl_free(p->places);
 }
 

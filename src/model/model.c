@@ -269,7 +269,7 @@ static const char *bad_tensor(dpl_model *m, int layer, bool more) {
         if (!t->param || t->copy_of_shared) continue;
         const int its = t->param->layer;
         if (its != layer && (!more || (its >= 0 && its < layer))) continue;
-        if (!dpl_disk_is_finite(t, m->params.master)) return t->name;
+        if (!dpl_disk_is_finite(m, t, m->params.master)) return t->name;
     }
     return NULL;
 }
@@ -306,6 +306,7 @@ static void count_experts(dpl_model *m, size_t layer, const dpl_moe_saved *saved
 dpl_status dpl_layers_forward(dpl_model *m, dpl_layers *l) {
     const size_t L = m->config.n_layers, T = dpl_batch_tokens(&l->batch), D = m->config.d;
     l->x = dpl_ctx_alloc(m->ctx, (L + 1) * sizeof *l->x);
+    DPL_TRY(dpl_flow_enter(m, 0));
     l->x[0] = embed(m, l->batch.ids, T);
     dpl_probe_mat(m, "hidden.embed", -1, &l->batch, l->x[0], D);
     for (size_t i = 0; i <= L; i++) {
@@ -316,6 +317,7 @@ dpl_status dpl_layers_forward(dpl_model *m, dpl_layers *l) {
         if (i == L) break;
         dpl_block_saved unused;
         l->x[i + 1] = l->blocks || i == 0 ? dpl_act_alloc(m, T, D, true) : l->x[i - 1];
+        DPL_TRY(dpl_flow_enter(m, i + 1));
         const size_t mark = dpl_ctx_mark(m->ctx);
         DPL_TRY(dpl_block_forward(m, (int)i, &l->batch, l->aux, l->caches ? &l->caches[i] : NULL,
                                   l->x[i], l->x[i + 1], l->blocks ? &l->blocks[i] : &unused));
@@ -335,6 +337,7 @@ static dpl_status mtp_forward(pass *p, size_t k, dpl_loss_sums *sums) {
     d->batch = shift(m, &p->layers.batch, k);
     d->aux = *p->layers.aux;
     const size_t T = dpl_batch_tokens(&d->batch), S = d->aux.n_seq = d->batch.n_seq;
+    DPL_TRY(dpl_flow_enter(m, (size_t)d->layer + 1));
     d->embedded = embed(m, d->batch.ids, T);
     d->previous = dpl_act_alloc(m, T, D, false);
     for (size_t b = 0; b < d->batch.n_batch; b++)
@@ -374,23 +377,39 @@ static dpl_status mtp_backward(pass *p, size_t k, dpl_mat dy) {
     return DPL_OK;
 }
 
+// Units that a pass goes through: sequences may be too short for the last depths.
+static size_t pass_units(const dpl_model *m, size_t n_seq, bool train) {
+    const size_t n_mtp = train ? DPL_MIN(m->config.n_mtp, n_seq - 1) : 0;
+    return 1 + m->config.n_layers + n_mtp;
+}
+
 static dpl_status layers_backward(dpl_model *m, const dpl_layers *l, dpl_mat dx) {
     for (size_t i = m->config.n_layers; i-- > 0;) {
         dpl_probe_mat(m, "dhidden", (int)i, &l->batch, dx, m->config.d);
+        DPL_TRY(dpl_flow_enter(m, i + 1));
         DPL_TRY(dpl_block_backward(m, (int)i, &l->batch, l->aux, &l->blocks[i], dx));
+        DPL_TRY(dpl_flow_leave(m, i + 1));
     }
+    DPL_TRY(dpl_flow_enter(m, 0));
     embed_backward(m, dx, l->batch.ids, dpl_batch_tokens(&l->batch));
     return DPL_OK;
 }
 
 static dpl_status backward(pass *p) {
     dpl_model *m = p->m;
+    for (size_t u = m->params.n_units; u-- > pass_units(m, p->batch->n_seq, true);) {
+        DPL_TRY(dpl_flow_enter(m, u)); // depths that sequences are too short for
+        DPL_TRY(dpl_flow_leave(m, u));
+    }
     for (size_t k = p->n_mtp + 1; k-- > 0;) {
         const depth *d = &p->depths[k];
         const size_t T = dpl_batch_tokens(&d->batch), mark = dpl_ctx_mark(m->ctx);
         const dpl_mat dy = dpl_act_alloc(m, T, m->config.d, true);
+        const size_t unit = (size_t)d->layer + 1;
+        if (k) DPL_TRY(dpl_flow_enter(m, unit));
         dpl_norm_backward(m, d->layer, d->norm, d->dnormed, d->y, d->rstd, T, dy, false);
         DPL_TRY(k ? mtp_backward(p, k, dy) : layers_backward(m, &p->layers, dy));
+        DPL_TRY(dpl_flow_leave(m, unit)); // what is outside of layers comes last
         dpl_ctx_release(m->ctx, mark);
     }
     return DPL_OK;
@@ -444,9 +463,7 @@ static dpl_status run_pass(pass *p, dpl_loss_sums *sums) {
     for (size_t k = 1; k <= p->n_mtp; k++) DPL_TRY(mtp_forward(p, k, sums));
     // Whose loss is not finite must not leave the others alone on the way back.
     DPL_TRY(dpl_comm_agree(m->ranks.comm, read_sums(p, sums)));
-    if (p->train) DPL_TRY(backward(p));
-    if (p->train) dpl_model_settle_grads(m);
-    return DPL_OK;
+    return p->train ? backward(p) : DPL_OK;
 }
 
 // Bytes that a layer keeps for backward for each token. An MoE layer is asked for 64 tokens: then
@@ -488,7 +505,7 @@ dpl_status dpl_model_check_memory(const dpl_model *m, size_t n_batch, size_t n_s
                     rows, cols, 1e-9 * bytes, 1e-9 * most);
 }
 
-static dpl_status run_batch(pass *p, dpl_loss_sums *sums_out) {
+static dpl_status start_pass(pass *p) {
     dpl_model *m = p->m;
     size_t n_positions = 0;
     dpl_status good = check_batch(m, p->batch, &n_positions);
@@ -496,18 +513,33 @@ static dpl_status run_batch(pass *p, dpl_loss_sums *sums_out) {
         good = dpl_model_check_memory(m, p->batch->n_batch, p->batch->n_seq, p->train);
     if (good == DPL_OK) good = dpl_model_rope_tables(m, n_positions);
     DPL_TRY(dpl_comm_agree(m->ranks.comm, good));
-    const size_t mark = dpl_ctx_mark(m->ctx);
     p->layers.batch = with_positions(m, *p->batch);
+    return DPL_OK;
+}
+
+static dpl_status run_batch(pass *p, dpl_loss_sums *sums_out) {
+    dpl_model *m = p->m;
     dpl_loss_sums sums = {0};
-    dpl_status status = run_pass(p, &sums);
+    const size_t mark = dpl_ctx_mark(m->ctx);
+    dpl_flow_start(m, pass_units(m, p->batch->n_seq, p->train), p->train);
+    dpl_status status = start_pass(p);
+    const bool started = status == DPL_OK;
+    if (started) status = run_pass(p, &sums);
+    status = dpl_flow_finish(m, status);
     dpl_ctx_release(m->ctx, mark);
     // Layer by layer once more; ranks that stop at different layers would miss each other.
-    if (status == DPL_ENUMERIC && !dpl_ep_is_spread(&m->ranks)) status = explain_not_finite(p);
+    const bool alone = !dpl_ep_is_spread(&m->ranks) && dpl_model_shards(m) == 1;
+    if (status == DPL_ENUMERIC && started && alone) status = explain_not_finite(p);
     dpl_ctx_release(m->ctx, mark);
     dpl_ctx_wait(m->ctx);
     dpl_ep_forget(&m->ranks);
     if (status == DPL_OK && sums_out) *sums_out = sums;
     return status;
+}
+
+dpl_status dpl_model_sit_out(dpl_model *m, size_t n_seq, bool train) {
+    dpl_flow_start(m, pass_units(m, n_seq, train), train);
+    return dpl_flow_finish(m, DPL_OK);
 }
 
 dpl_status dpl_model_train_micro(dpl_model *m, const dpl_batch *batch, const dpl_loss_rule *rule,

@@ -3,7 +3,8 @@
 // The model is deepseek_v3 of Hugging Face transformers: RMSNorm, MLA, leading dense layers,
 // sigmoid router with bias and groups, shared experts, multi-token prediction. Its files:
 //   config.c   sizes, config.json, FLOPs    params.c  tensors, memory, initial values, names
-//   weights.c  model directories            mla.c     attention block     block.c  one layer
+//   shards.c   parameters over ranks        weights.c model directories   mla.c    attention block
+//   block.c    one layer
 //   model.c    the stack, loss, backward    decode.c  one token at a time with a latent cache
 #pragma once
 
@@ -81,19 +82,47 @@ typedef struct dpl_param {
     dpl_param_kind kind;
     int layer;             // -1: not in a layer. MTP module m is layer n_layers + m
     size_t n_groups, n, k; // gate_up: n = 2 * round_up(F, 16). A vector: 1, 1, its length
-    size_t offset, elems;  // in the flat arrays, padding included; offset a multiple of 16
+    size_t offset, elems;  // in the layout, padding included; offset a multiple of 64
     size_t disk;           // index of its first tensor on disk
     bool stale;            // of its gradient: see dpl_weight
 } dpl_param;
 
+// The layout is one array of all parameters, cut into units: those of a layer, or those outside of
+// layers. A unit has three spans, each of which is sharded over the fsdp ranks in equal pieces, one
+// a rank. The flat arrays have this rank's pieces, one after the other: with one fsdp rank they are
+// the layout.
+enum { DPL_SPAN_WIDE, DPL_SPAN_DENSE, DPL_SPAN_EXPERTS, DPL_SPAN_N }; // wide: used in fp32
+typedef struct dpl_span_of {
+    size_t first, elems; // in the layout; multiples of 64 * fsdp * replicas
+    dpl_comm *replicas;  // ranks that have the same piece
+} dpl_span_of;
+typedef struct dpl_unit {
+    size_t first, elems;
+    dpl_span_of span[DPL_SPAN_N];
+    // Where the unit is whole: in the flat arrays, or while a pass needs it. NULL: nowhere.
+    float *values, *grad;
+    uint16_t *copy;
+} dpl_unit;
+
 typedef struct dpl_params {
     dpl_param *list;
     size_t n;
-    size_t elems;   // of the flat arrays
-    float *master;  // fp32
-    float *grad;    // fp32, NULL until training begins
-    uint16_t *copy; // bf16 compute copy, NULL when computing in fp32
+    dpl_unit *units; // (layers incl. MTP + 1): outside of layers, then layer by layer
+    size_t n_units;
+    size_t elems;     // of the layout
+    size_t own_elems; // of the flat arrays
+    float *master;    // fp32
+    float *grad;      // fp32, NULL until training begins
+    uint16_t *copy;   // bf16 compute copy, NULL when computing in fp32
 } dpl_params;
+
+// Which ranks have what. A communicator that is NULL: this rank alone.
+typedef struct dpl_model_ranks {
+    dpl_comm *experts;          // they share the experts
+    dpl_comm *fsdp;             // every parameter is sharded over them
+    dpl_comm *dense, *replicas; // they have the same shards: of all but experts; of experts
+    int data, n_data;           // this rank's place among groups of experts x fsdp ranks
+} dpl_model_ranks;
 
 // A tensor as it stands in a file: a slice of one parameter under its Hugging Face name.
 typedef struct dpl_disk_tensor {
@@ -101,6 +130,7 @@ typedef struct dpl_disk_tensor {
     int rank;
     int64_t shape[2];
     const dpl_param *param; // NULL: a router bias
+    size_t unit;            // that it belongs to; of a copy, that of what it repeats
     size_t group;           // expert, of those of this rank
     int owner;              // the rank of dpl_model.ranks that has it; of what all have, this one
     int part;               // gate_up: 0 gate, 1 up; else 0
@@ -142,9 +172,13 @@ typedef void (*dpl_probe_fn)(void *arg, const char *name, bool is_int, int rank,
                              const int64_t *shape, const void *data);
 
 typedef struct dpl_model dpl_model;
+typedef struct dpl_flow dpl_flow;
 struct dpl_model {
     dpl_ctx *ctx;
-    dpl_ep_ranks ranks; // of the experts
+    dpl_ep_ranks ranks;     // of the experts
+    dpl_model_ranks others; // none NULL
+    dpl_comm *alone;        // what stands there for nobody
+    dpl_flow *flow;         // shards.c
     dpl_model_config config;
     dpl_dtype dtype;   // of compute: F32, or BF16 over fp32 masters
     dpl_moe_shape moe; // of every MoE layer
@@ -169,6 +203,12 @@ dpl_status dpl_model_check_memory(const dpl_model *model, size_t n_batch, size_t
 dpl_status dpl_model_train_micro(dpl_model *model, const dpl_batch *batch,
                                  const dpl_loss_rule *rule, double xent_scale, double mtp_scale,
                                  double aux_scale, dpl_loss_sums *sums_out);
+// In place of a micro-batch of n_seq tokens a row that this rank cannot run: the exchanges that the
+// others expect, so that all come to where they agree.
+dpl_status dpl_model_sit_out(dpl_model *model, size_t n_seq, bool train);
+// The next micro-batch is the last of the step: behind its backward pass the gradients are added up
+// over all ranks.
+void dpl_model_end_step(dpl_model *model);
 // Forward only; counts and biases untouched. logits_out (B, S, V) if not NULL.
 dpl_status dpl_model_evaluate(dpl_model *model, const dpl_batch *batch, const dpl_loss_rule *rule,
                               float *logits_out, dpl_loss_sums *sums_out);
@@ -182,10 +222,10 @@ double dpl_batch_targets(const dpl_batch *batch, size_t k);
 // Parameters are zero until they are initialized or loaded. Closed by dpl_model_close().
 dpl_status dpl_model_create(dpl_ctx *ctx, const dpl_model_config *config, dpl_dtype dtype,
                             dpl_model **model_out);
-// With the experts spread over the ranks of comm, all else on each of them. Collective, as are its
-// passes, and writing: the lowest rank writes what the others have. NULL: one rank.
-dpl_status dpl_model_create_spread(dpl_ctx *ctx, dpl_comm *comm, const dpl_model_config *config,
-                                   dpl_dtype dtype, dpl_model **model_out);
+// Spread over ranks, whose communicators outlive it. Collective, as are its passes and writing.
+dpl_status dpl_model_create_spread(dpl_ctx *ctx, const dpl_model_ranks *ranks,
+                                   const dpl_model_config *config, dpl_dtype dtype,
+                                   dpl_model **model_out);
 static inline bool dpl_param_is_expert(const dpl_param *param) {
     return param->id == DPL_P_EXPERT_GATE_UP || param->id == DPL_P_EXPERT_DOWN;
 }
@@ -204,46 +244,96 @@ static inline uint64_t dpl_model_active_param_count(const dpl_model_config *conf
     return (uint64_t)dpl_params_count(config, false, config->top_k, false);
 }
 // std 0: by each matrix's fan-in, or what MaxText takes for it; else N(0, std) everywhere.
-void dpl_model_init(dpl_model *model, bool maxtext, double std, uint64_t seed);
+dpl_status dpl_model_init(dpl_model *model, bool maxtext, double std, uint64_t seed);
 void dpl_model_refresh(dpl_model *model);              // bf16 copies; after any change of masters
+void dpl_model_changed(dpl_model *model);              // or this, where they are up to date
 dpl_status dpl_model_begin_training(dpl_model *model); // gradients, zeroed
 // A micro-batch adds to all gradients, the first one after dpl_model_zero_grads() replaces them.
 void dpl_model_zero_grads(dpl_model *model);
-void dpl_model_settle_grads(dpl_model *model); // zeroes those that nothing has contributed to
+// Of one unit: what the next contribution replaces, or is zeroed for it; zeroes those that nothing
+// has contributed to.
+void dpl_model_renew_grads(dpl_model *model, size_t unit);
+void dpl_model_settle_grads(dpl_model *model, size_t unit);
 // The parameter `id` of a layer (-1: outside layers), NULL if the model has none.
 static inline const dpl_param *dpl_model_param(const dpl_model *model, int layer, dpl_param_id id) {
     return model->by_id[(size_t)(layer + 1) * DPL_P_N + id];
 }
 // Its compute weight, its fp32 values, its gradient (NULL: not training).
 dpl_weight dpl_model_weight(const dpl_model *model, const dpl_param *param);
+static inline dpl_unit *dpl_model_unit(const dpl_model *model, const dpl_param *param) {
+    return &model->params.units[param->layer + 1];
+}
 static inline float *dpl_model_values(const dpl_model *model, const dpl_param *param) {
-    return model->params.master + param->offset;
+    const dpl_unit *unit = dpl_model_unit(model, param);
+    return unit->values + (param->offset - unit->first);
 }
 static inline float *dpl_model_grad(const dpl_model *model, const dpl_param *param) {
-    return param && model->params.grad ? model->params.grad + param->offset : NULL;
+    const dpl_unit *unit = param ? dpl_model_unit(model, param) : NULL;
+    return unit && unit->grad ? unit->grad + (param->offset - unit->first) : NULL;
 }
 static inline float *dpl_model_bias(const dpl_model *model, size_t layer) {
     return model->router_bias + layer * model->config.n_experts;
 }
-// Between row-major `values` and the tensor's slice of a flat array (any laid out as params).
-void dpl_disk_gather(const dpl_disk_tensor *tensor, const float *flat, float *values);
-void dpl_disk_scatter(const dpl_disk_tensor *tensor, float *flat, const float *values);
-bool dpl_disk_is_finite(const dpl_disk_tensor *tensor, const float *flat);
+// Between row-major `values` and the tensor's slice of an array in the layout, or of its part that
+// begins with element `first`.
+void dpl_disk_gather_from(const dpl_disk_tensor *tensor, const float *part, size_t first,
+                          float *values);
+void dpl_disk_scatter_to(const dpl_disk_tensor *tensor, float *part, size_t first,
+                         const float *values);
+static inline void dpl_disk_gather(const dpl_disk_tensor *tensor, const float *layout,
+                                   float *values) {
+    dpl_disk_gather_from(tensor, layout, 0, values);
+}
+static inline void dpl_disk_scatter(const dpl_disk_tensor *tensor, float *layout,
+                                    const float *values) {
+    dpl_disk_scatter_to(tensor, layout, 0, values);
+}
+// Of what this rank has of the tensor in a flat array.
+bool dpl_disk_is_finite(const dpl_model *model, const dpl_disk_tensor *tensor, const float *flat);
 static inline size_t dpl_disk_elems(const dpl_disk_tensor *tensor) {
     return (size_t)(tensor->shape[0] * tensor->shape[1]);
 }
 
+/* ---- shards.c: parameters over the ranks of fsdp, gradients over all ---- */
+dpl_status dpl_shards_open(dpl_model *model); // when the flat arrays are there
+void dpl_shards_close(dpl_model *model);
+static inline size_t dpl_model_shards(const dpl_model *model) {
+    return (size_t)model->others.fsdp->n_ranks;
+}
+size_t dpl_shards_bytes(const dpl_model *model); // of what is gathered, and its gradients
+// What this rank has of a parameter: n elements, in the flat arrays from *own_out.
+size_t dpl_param_own(const dpl_model *model, const dpl_param *param, size_t *own_out);
+// A pass goes through the units up to n_units in order and, with `train`, through all in reverse:
+// enter() brings a unit to this rank and asks for the next one, leave() follows backward. finish()
+// takes the way that is left without computing, and gives `status`, or what became of its own.
+// Without start(), enter() and leave() do nothing.
+void dpl_flow_start(dpl_model *model, size_t n_units, bool train);
+dpl_status dpl_flow_enter(dpl_model *model, size_t unit);
+dpl_status dpl_flow_leave(dpl_model *model, size_t unit);
+dpl_status dpl_flow_finish(dpl_model *model, dpl_status status);
+// A unit of a flat array as a whole: where it lies already, else `room`. To be filled, then put().
+float *dpl_unit_room(const dpl_model *model, size_t unit, float *flat, float *room);
+void dpl_unit_put(const dpl_model *model, size_t unit, const float *whole, float *flat);
+// Elements that `room` has to have; 0: units are whole in the flat arrays.
+size_t dpl_unit_room_elems(const dpl_model *model);
+// Units `first` .. to the fsdp ranks 0 .., each whole in the `room` of its rank. Collective.
+dpl_status dpl_unit_deal(const dpl_model *model, size_t first, const float *flat, float *room);
+
 /* ---- weights.c ---- */
 // Strict: every tensor of the model exactly once, unknown ones are errors.
 dpl_status dpl_model_load(dpl_model *model, const char *dir);
-// Into an existing folder.
+// Into an existing folder, of one rank.
 dpl_status dpl_model_save(dpl_model *model, const char *dir, dpl_dtype dtype, size_t shard_bytes);
+// In fp32, by all ranks of the mesh, each of which writes a part, after an error too. The path of
+// what this rank wrote as a part goes to part_out (PATH_MAX): "" where it has none. Collective.
+dpl_status dpl_model_save_part(dpl_model *model, const char *dir, char *part_out);
 // Of a model directory, or a file like its config.json. dtype_out NULL: not wanted.
 dpl_status dpl_model_read_config(const char *at, dpl_model_config *config_out,
                                  dpl_dtype *dtype_out);
-// Flat arrays (moments) in one file, under disk names behind a prefix for each array.
+// Flat arrays (moments) in one file, under disk names behind a prefix for each array. Of several
+// ranks as above.
 dpl_status dpl_model_save_flat(dpl_model *model, const char *path, const char *const *prefixes,
-                               float *const *flats, size_t n_flats);
+                               float *const *flats, size_t n_flats, char *part_out);
 dpl_status dpl_model_load_flat(dpl_model *model, const char *path, const char *const *prefixes,
                                float *const *flats, size_t n_flats);
 

@@ -1,8 +1,9 @@
 // params.c - the model's tensors: one table of shapes and names on disk, memory, initial values.
 //
 // Master, gradient, moments and bf16 copy are flat arrays of the same order; a parameter is an
-// offset into each. The Hugging Face layout (one row-major matrix a projection and expert) exists
-// only on the way to and from files: a disk tensor is a slice of one parameter.
+// offset into each (of several fsdp ranks: shards.c). The Hugging Face layout (one row-major matrix
+// a projection and expert) exists only on the way to and from files: a disk tensor is a slice of
+// one parameter.
 #include <math.h>
 #include <stdio.h>
 
@@ -37,6 +38,7 @@ static void add_disk(dpl_model *m, const spec *r, int layer, const dpl_param *pa
     t->shape[0] = (int64_t)(vector ? r->k : r->n);
     t->shape[1] = (int64_t)(vector ? 1 : r->k);
     t->copy_of_shared = param && param->layer != layer;
+    t->unit = (size_t)((param ? param->layer : layer) + 1);
     if (!param) t->bias = dpl_model_bias(m, (size_t)layer);
     char prefix[48] = "", expert[24] = "";
     if (layer >= 0) snprintf(prefix, sizeof prefix, "model.layers.%d.", layer);
@@ -125,6 +127,32 @@ double dpl_params_count(const dpl_model_config *c, bool mtp, size_t n_experts, b
     return total;
 }
 
+static int span_of(const spec *r) {
+    if (is_expert(r->id)) return DPL_SPAN_EXPERTS;
+    const bool wide = r->kind > DPL_GATE_UP || r->id == DPL_P_ROUTER || r->id == DPL_P_EMBED;
+    return wide ? DPL_SPAN_WIDE : DPL_SPAN_DENSE;
+}
+
+// The parameters of a unit, span by span: each is cut into pieces of whole pairs of panel rows.
+static void add_unit(dpl_model *m, int layer) {
+    dpl_params *p = &m->params;
+    dpl_unit *unit = &p->units[p->n_units++];
+    spec rows[DPL_P_N];
+    const size_t n = list_specs(&m->config, layer, rows);
+    unit->first = p->elems;
+    for (int i = 0; i < DPL_SPAN_N; i++) {
+        dpl_span_of *span = &unit->span[i];
+        span->first = p->elems;
+        span->replicas = i == DPL_SPAN_EXPERTS ? m->others.replicas : m->others.dense;
+        for (size_t j = 0; j < n; j++)
+            if (span_of(&rows[j]) == i) add_param(m, layer, &rows[j]);
+        const size_t R = (size_t)span->replicas->n_ranks;
+        span->elems = dpl_round_up(p->elems - span->first, 2 * DPL_PANEL * dpl_model_shards(m) * R);
+        p->elems = span->first + span->elems;
+    }
+    unit->elems = p->elems - unit->first;
+}
+
 static void build_table(dpl_model *m) {
     const dpl_model_config *c = &m->config;
     // Public files repeat embedding and head under each MTP layer.
@@ -132,19 +160,18 @@ static void build_table(dpl_model *m) {
                            {c->tied ? DPL_P_EMBED : DPL_P_HEAD, DPL_ROWS, true, 1, c->vocab, c->d,
                             "shared_head.head.weight"}};
     for (int layer = -1; layer < (int)(c->n_layers + c->n_mtp); layer++) {
-        spec rows[DPL_P_N];
-        const size_t n = list_specs(c, layer, rows);
-        for (size_t i = 0; i < n; i++) add_param(m, layer, &rows[i]);
+        add_unit(m, layer);
         for (size_t i = 0; i < DPL_COUNT(copies) && layer >= (int)c->n_layers; i++)
             add_disk(m, &copies[i], layer, dpl_model_param(m, -1, copies[i].id), 0, 0);
     }
+    m->params.own_elems = m->params.elems / dpl_model_shards(m);
 }
 
 /* ---- memory ---- */
 // NULL: the error is worded.
 static void *alloc_flat(const dpl_model *m, size_t bytes, const char *what) {
-    void *array = dpl_alloc_array(m->params.elems, bytes);
-    const double gigabytes = 1e-9 * (double)m->params.elems * (double)bytes;
+    void *array = dpl_alloc_array(m->params.own_elems, bytes);
+    const double gigabytes = 1e-9 * (double)m->params.own_elems * (double)bytes;
     if (!array) dpl_fail(DPL_ENOMEM, "no memory for %.3f GB of %s", gigabytes, what);
     return array;
 }
@@ -154,30 +181,49 @@ static dpl_status build(dpl_model *m) {
     const size_t layers = c->n_layers + c->n_mtp, moe_layers = c->n_experts ? layers : 0;
     m->by_id = dpl_alloc_array((layers + 1) * DPL_P_N, sizeof *m->by_id);
     m->params.list = dpl_alloc_array((layers + 1) * DPL_P_N, sizeof *m->params.list);
+    m->params.units = dpl_alloc_array(layers + 1, sizeof *m->params.units);
     m->router_bias = dpl_alloc_array(moe_layers * c->n_experts, sizeof *m->router_bias);
     m->counts = dpl_alloc_array(moe_layers * c->n_experts, sizeof *m->counts);
     m->disk = dpl_alloc_array(8 + layers * (DPL_P_N + 3 + 3 * c->n_experts), sizeof *m->disk);
-    if (!m->by_id || !m->params.list || !m->router_bias || !m->counts || !m->disk)
+    if (!m->by_id || !m->params.list || !m->params.units || !m->router_bias || !m->counts ||
+        !m->disk)
         return dpl_fail(DPL_ENOMEM, "no memory for the tensor table of %zu layers", layers);
     build_table(m);
     const bool copy = m->dtype == DPL_BF16;
     m->params.master = alloc_flat(m, sizeof(float), "fp32 weights");
     if (copy) m->params.copy = alloc_flat(m, sizeof(uint16_t), "bf16 weights");
-    return m->params.master && (m->params.copy || !copy) ? DPL_OK : DPL_ENOMEM;
+    return m->params.master && (m->params.copy || !copy) ? dpl_shards_open(m) : DPL_ENOMEM;
 }
 
 dpl_status dpl_model_begin_training(dpl_model *m) {
     if (!m->params.grad) m->params.grad = alloc_flat(m, sizeof(float), "fp32 gradients");
-    return m->params.grad ? DPL_OK : DPL_ENOMEM;
+    if (!m->params.grad) return DPL_ENOMEM;
+    for (size_t u = 0; u < m->params.n_units && dpl_model_shards(m) == 1; u++)
+        m->params.units[u].grad = m->params.grad + m->params.units[u].first;
+    return DPL_OK;
 }
 
 dpl_status dpl_model_create(dpl_ctx *ctx, const dpl_model_config *config, dpl_dtype dtype,
                             dpl_model **model_out) {
-    return dpl_model_create_spread(ctx, NULL, config, dtype, model_out);
+    static const dpl_model_ranks none = {.n_data = 1};
+    return dpl_model_create_spread(ctx, &none, config, dtype, model_out);
 }
 
-dpl_status dpl_model_create_spread(dpl_ctx *ctx, dpl_comm *comm, const dpl_model_config *config,
-                                   dpl_dtype dtype, dpl_model **model_out) {
+// Alone where there are no others.
+static dpl_status open_ranks(dpl_model *m, const dpl_model_ranks *ranks) {
+    m->others = *ranks;
+    dpl_comm **const all[] = {&m->others.experts, &m->others.fsdp, &m->others.dense,
+                              &m->others.replicas};
+    DPL_TRY(dpl_comm_open_self(&m->alone));
+    for (size_t i = 0; i < DPL_COUNT(all); i++)
+        if (!*all[i]) *all[i] = m->alone;
+    return dpl_ep_ranks_open(m->ctx, m->others.experts, m->config.n_experts, NULL, 0, 0, DPL_OK,
+                             &m->ranks);
+}
+
+dpl_status dpl_model_create_spread(dpl_ctx *ctx, const dpl_model_ranks *ranks,
+                                   const dpl_model_config *config, dpl_dtype dtype,
+                                   dpl_model **model_out) {
     DPL_TRY(dpl_model_config_check(config));
     dpl_model *m = dpl_alloc(sizeof *m);
     if (!m) return dpl_fail(DPL_ENOMEM, "no memory for a model");
@@ -192,8 +238,7 @@ dpl_status dpl_model_create_spread(dpl_ctx *ctx, dpl_comm *comm, const dpl_model
     // clang-format on
     const size_t shared_f = config->moe_f * config->n_shared;
     m->moe = (dpl_moe_shape){config->d, config->moe_f, shared_f, rule, dtype};
-    dpl_status status = dpl_ep_ranks_open(ctx, comm, config->n_experts, NULL, 0, 0, DPL_OK,
-                                          &m->ranks);
+    dpl_status status = open_ranks(m, ranks);
     if (status == DPL_OK) status = build(m);
     if (status == DPL_OK) *model_out = m;
     else dpl_model_close(&m);
@@ -204,9 +249,12 @@ void dpl_model_close(dpl_model **model) {
     if (!model || !*model) return;
     dpl_model *m = *model;
     dpl_ctx_wait(m->ctx);
+    dpl_shards_close(m);
     dpl_ep_ranks_close(&m->ranks);
-    void *blocks[] = {m->by_id,         m->params.list, m->router_bias, m->counts, m->disk,
-                      m->params.master, m->params.grad, m->params.copy, m->cos,    m};
+    dpl_comm_close(&m->alone);
+    void *blocks[] = {m->by_id, m->params.list,   m->params.units, m->router_bias, m->counts,
+                      m->disk,  m->params.master, m->params.grad,  m->params.copy, m->cos,
+                      m};
     for (size_t i = 0; i < DPL_COUNT(blocks); i++) dpl_free(blocks[i]);
     *model = NULL;
 }
@@ -218,27 +266,31 @@ static void settle_grad(const dpl_model *m, dpl_param *param) {
 
 // Matrices get their gradient from products, which can as well replace it: to zero it first would
 // take as long as the norm of all gradients. To the others single elements are added.
-void dpl_model_zero_grads(dpl_model *m) {
+void dpl_model_renew_grads(dpl_model *m, size_t unit) {
     for (dpl_param *p = m->params.list; p < m->params.list + m->params.n; p++) {
+        if (p->layer + 1 != (int)unit) continue;
         p->stale = true;
         if (p->kind > DPL_GATE_UP || p->id == DPL_P_EMBED) settle_grad(m, p);
     }
 }
 
-void dpl_model_settle_grads(dpl_model *m) {
-    for (size_t i = 0; i < m->params.n; i++) settle_grad(m, &m->params.list[i]);
+void dpl_model_settle_grads(dpl_model *m, size_t unit) {
+    for (dpl_param *p = m->params.list; p < m->params.list + m->params.n; p++)
+        if (p->layer + 1 == (int)unit) settle_grad(m, p);
 }
 
 void dpl_model_refresh(dpl_model *m) {
-    if (m->params.copy) dpl_to_bf16(m->ctx, m->params.master, m->params.elems, m->params.copy);
+    if (m->params.copy) dpl_to_bf16(m->ctx, m->params.master, m->params.own_elems, m->params.copy);
+    dpl_model_changed(m);
 }
 
 dpl_weight dpl_model_weight(const dpl_model *m, const dpl_param *param) {
     if (!param) return (dpl_weight){0};
     // The router always computes in fp32.
     const dpl_dtype dtype = param->id == DPL_P_ROUTER ? DPL_F32 : m->dtype;
-    const void *p = m->params.master + param->offset;
-    if (dtype == DPL_BF16) p = m->params.copy + param->offset;
+    const dpl_unit *unit = dpl_model_unit(m, param);
+    const void *p = unit->values + (param->offset - unit->first);
+    if (dtype == DPL_BF16) p = unit->copy + (param->offset - unit->first);
     float *grad = dpl_model_grad(m, param);
     bool *stale = &m->params.list[param - m->params.list].stale;
     return (dpl_weight){p, dtype, param->n_groups, param->n, param->k, grad, stale};
@@ -259,29 +311,35 @@ static size_t slice_rows(const dpl_disk_tensor *t) {
     return dpl_disk_elems(t) / t->param->k;
 }
 
-void dpl_disk_gather(const dpl_disk_tensor *t, const float *flat, float *values) {
+void dpl_disk_gather_from(const dpl_disk_tensor *t, const float *part, size_t first,
+                          float *values) {
     size_t step;
     for (size_t r = 0; r < slice_rows(t); r++) {
-        const float *src = flat + slice_row(t, r, &step);
+        const float *src = part + (slice_row(t, r, &step) - first);
         for (size_t i = 0; i < t->param->k; i++) *values++ = src[i * step];
     }
 }
 
-void dpl_disk_scatter(const dpl_disk_tensor *t, float *flat, const float *values) {
+void dpl_disk_scatter_to(const dpl_disk_tensor *t, float *part, size_t first, const float *values) {
     size_t step;
     for (size_t r = 0; r < slice_rows(t); r++) {
-        float *dst = flat + slice_row(t, r, &step);
+        float *dst = part + (slice_row(t, r, &step) - first);
         for (size_t i = 0; i < t->param->k; i++) dst[i * step] = *values++;
     }
 }
 
-bool dpl_disk_is_finite(const dpl_disk_tensor *t, const float *flat) {
-    size_t step;
-    for (size_t r = 0; r < slice_rows(t); r++) {
-        const float *src = flat + slice_row(t, r, &step);
-        for (size_t i = 0; i < t->param->k; i++)
-            if (!isfinite(src[i * step])) return false;
-    }
+bool dpl_disk_is_finite(const dpl_model *m, const dpl_disk_tensor *t, const float *flat) {
+    size_t step, own;
+    const size_t n = dpl_param_own(m, t->param, &own), F = dpl_model_shards(m);
+    const dpl_unit *unit = dpl_model_unit(m, t->param);
+    const dpl_span_of *span = unit->span;
+    while (t->param->offset >= span->first + span->elems) span++;
+    // Where in the layout the element is that stands at `own`.
+    const size_t low = own - span->first / F + span->first +
+                       (size_t)m->others.fsdp->rank * (span->elems / F);
+    for (size_t r = 0; r < slice_rows(t); r++)
+        for (size_t i = 0, at = slice_row(t, r, &step); i < t->param->k; i++, at += step)
+            if (at - low < n && !isfinite(flat[at - low + own])) return false;
     return true;
 }
 
@@ -289,7 +347,8 @@ bool dpl_disk_is_finite(const dpl_disk_tensor *t, const float *flat) {
 // An element's value is a function of the seed, its tensor's name on disk and its place there: it
 // depends neither on the number of threads nor on the order in memory.
 typedef struct init_task {
-    float *flat;
+    float *whole; // of the tensor's unit
+    size_t first;
     const dpl_disk_tensor *tensor;
     uint64_t seed, stream;
     double std;
@@ -311,7 +370,7 @@ static void init_row(void *arg, size_t row, int i_thread) {
     (void)i_thread;
     const init_task *task = arg;
     size_t step;
-    float *dst = task->flat + slice_row(task->tensor, row, &step);
+    float *dst = task->whole + (slice_row(task->tensor, row, &step) - task->first);
     const size_t k = task->tensor->param->k;
     for (size_t i = 0; i < k; i++) dst[i * step] = (float)draw(task, row * k + i);
 }
@@ -324,15 +383,16 @@ static double fan_in(const dpl_model_config *c, const dpl_param *p, bool maxtext
     return (double)c->n_experts * (double)(p->id == DPL_P_EXPERT_DOWN ? c->d : c->moe_f);
 }
 
-void dpl_model_init(dpl_model *m, bool maxtext, double std, uint64_t seed) {
+static void init_unit(dpl_model *m, size_t unit, bool maxtext, double std, uint64_t seed,
+                      float *whole) {
     for (size_t i = 0; i < m->n_disk; i++) {
         const dpl_disk_tensor *t = &m->disk[i];
-        if (t->bias) memset(t->bias, 0, m->config.n_experts * sizeof(float));
-        if (t->bias || t->copy_of_shared || !dpl_disk_is_here(m, t)) continue;
+        if (t->unit != unit || t->bias || t->copy_of_shared || !dpl_disk_is_here(m, t)) continue;
         const dpl_param_id id = t->param->id;
         const bool attention = id >= DPL_P_Q && id <= DPL_P_O;
         const double size = std > 0 ? std : 1 / sqrt(fan_in(&m->config, t->param, maxtext));
-        init_task task = {m->params.master,
+        init_task task = {whole,
+                          m->params.units[unit].first,
                           t,
                           seed,
                           dpl_hash64(t->name, strlen(t->name), 0),
@@ -340,5 +400,21 @@ void dpl_model_init(dpl_model *m, bool maxtext, double std, uint64_t seed) {
                           std == 0 && id != DPL_P_EMBED && !attention};
         dpl_pool_run(m->ctx->pool, slice_rows(t), init_row, &task);
     }
+}
+
+dpl_status dpl_model_init(dpl_model *m, bool maxtext, double std, uint64_t seed) {
+    const size_t n = dpl_unit_room_elems(m);
+    float *room = dpl_alloc_array(n, sizeof *room); // zeros, which the padding stays
+    DPL_EXPECT(room, DPL_ENOMEM, "no memory for the initial values of a layer");
+    for (size_t i = 0; i < m->n_disk; i++)
+        if (m->disk[i].bias) memset(m->disk[i].bias, 0, m->config.n_experts * sizeof(float));
+    for (size_t u = 0; u < m->params.n_units; u++) {
+        memset(room, 0, n * sizeof *room);
+        float *whole = dpl_unit_room(m, u, m->params.master, room);
+        init_unit(m, u, maxtext, std, seed, whole);
+        dpl_unit_put(m, u, whole, m->params.master);
+    }
+    dpl_free(room);
     dpl_model_refresh(m);
+    return DPL_OK;
 }

@@ -161,7 +161,9 @@ dpl_status dpl_moe_backward(dpl_ctx *ctx, const dpl_moe_shape *shape,
     dpl_status status = alloc_gradients(ctx, shape, &saved->ep, &drows, &drow_weight);
     status = dpl_moe_dispatch(ctx, &saved->ep, status, dy, NULL, DPL_EP_NONE, d, drows, NULL);
     dpl_mlp experts = saved->experts, shared = saved->shared;
-    shared.x = x; // the caller may have moved it
+    shared.x = x; // the caller may have moved it, and the weights
+    shared.gate_up_w = weights->shared_gate_up, shared.down_w = weights->shared_down;
+    experts.gate_up_w = weights->gate_up, experts.down_w = weights->down;
     if (!spread) experts.x = x;
     if (status == DPL_OK) {
         dpl_experts_backward(ctx, &experts, drows, drows, false, drow_weight);

@@ -88,24 +88,31 @@ static dpl_status describe_file(const char *dir, const char *name, json_t **entr
     return *entry_out ? DPL_OK : dpl_fail(DPL_ENOMEM, "no memory for the checksums of %s", path);
 }
 
-static dpl_status write_manifest(const char *dir) {
-    char path[PATH_MAX];
+// Of the files in a folder that `files` does not have yet.
+static dpl_status describe_files(const char *dir, json_t *files) {
     struct dirent **list;
     int n;
+    json_t *entry;
     DPL_TRY(list_names(dir, is_visible, &list, &n));
-    json_t *manifest = json_pack("{s:s, s:i, s:i, s:{}}", "format", MANIFEST_KIND, "version", 1,
-                                 "block_bytes", BLOCK_BYTES, "files"),
-           *entry;
-    json_t *files = json_object_get(manifest, "files");
     dpl_status status = DPL_OK;
     for (int i = 0; i < n && status == DPL_OK; i++) {
+        if (json_object_get(files, list[i]->d_name)) continue;
         status = describe_file(dir, list[i]->d_name, &entry);
         if (status == DPL_OK && json_object_set_new(files, list[i]->d_name, entry) != 0)
             status = dpl_fail(DPL_ENOMEM, "no memory for the manifest of %s", dir);
     }
     free_names(list, n);
-    if (status == DPL_OK) status = dpl_path_join(dir, MANIFEST, path);
-    if (status == DPL_OK) status = dpl_json_write(path, manifest);
+    return status;
+}
+
+// files: entries that ranks have made of their own files.
+static dpl_status write_manifest(const char *dir, json_t *files) {
+    char path[PATH_MAX];
+    DPL_TRY(describe_files(dir, files));
+    DPL_TRY(dpl_path_join(dir, MANIFEST, path));
+    json_t *manifest = json_pack("{s:s, s:i, s:i, s:O}", "format", MANIFEST_KIND, "version", 1,
+                                 "block_bytes", BLOCK_BYTES, "files", files);
+    const dpl_status status = dpl_json_write(path, manifest);
     json_decref(manifest);
     return status;
 }
@@ -250,31 +257,104 @@ static dpl_status apply_state(dpl_trainer *t, json_t *state, const char *path) {
 }
 
 /* ---- save and load ---- */
-// The ranks that share the experts with the first one hand it theirs.
-static dpl_status write_parts(dpl_trainer *t, const char *dir) {
-    char path[PATH_MAX];
+// Each rank writes its part of the large files, and checks it: the first one puts the entries of
+// all into the manifest.
+static dpl_status describe_part(const char *dir, const char *part, json_t *files) {
+    json_t *entry;
+    if (!part[0]) return DPL_OK;
+    const char *name = strrchr(part, '/') + 1;
+    DPL_TRY(describe_file(dir, name, &entry));
+    DPL_EXPECT(json_object_set_new(files, name, entry) == 0, DPL_ENOMEM,
+               "no memory for the checksums of %s", part);
+    return DPL_OK;
+}
+
+static dpl_status write_parts(dpl_trainer *t, const char *dir, json_t *files) {
+    char path[PATH_MAX], weights[PATH_MAX], state[PATH_MAX] = "";
     float *const flats[] = {t->optimizer.m, t->optimizer.v};
-    DPL_TRY(dpl_model_save(t->model, dir, DPL_F32, 0));
-    DPL_TRY(dpl_comm_agree(t->mesh.experts, dpl_path_join(dir, "optimizer.safetensors", path)));
-    DPL_TRY(dpl_model_save_flat(t->model, path, moments, flats, DPL_COUNT(flats)));
+    const dpl_status joined = dpl_path_join(dir, "optimizer.safetensors", path);
+    DPL_TRY(dpl_comm_agree(t->mesh.world, joined));
+    // All ranks come to both ends, whatever fails: they exchange what they write.
+    const dpl_status first = dpl_model_save_part(t->model, dir, weights);
+    char why[1024] = "";
+    if (first != DPL_OK) snprintf(why, sizeof why, "%s", dpl_error_message());
+    const dpl_status second = dpl_model_save_flat(t->model, path, moments, flats, DPL_COUNT(flats),
+                                                  state);
+    if (first != DPL_OK) return dpl_fail(first, "%s", why);
+    DPL_TRY(second);
+    DPL_TRY(describe_part(dir, weights, files));
+    return describe_part(dir, state, files);
+}
+
+// The entries of all ranks, on the first one.
+static dpl_status collect_entries(dpl_trainer *t, json_t *files) {
+    dpl_comm *world = t->mesh.world;
+    const size_t R = (size_t)world->n_ranks;
+    if (R == 1) return DPL_OK;
+    char *text = json_dumps(files, JSON_COMPACT), *all = NULL;
+    size_t *sizes = dpl_alloc_array(4 * R, sizeof *sizes), n = text ? strlen(text) : 0, sum = 0;
+    size_t *const zero = sizes, *const send = sizes + R, *const at = sizes + 2 * R,
+                  *const come = sizes + 3 * R;
+    dpl_status status = text && sizes ? DPL_OK : dpl_fail(DPL_ENOMEM, "no memory for the manifest");
+    status = dpl_comm_agree_on(world, status, &n, sizeof n, come);
+    for (size_t r = 0; status == DPL_OK && r < R; r++) {
+        if (world->rank > 0) come[r] = 0;
+        at[r] = sum;
+        sum += come[r];
+    }
+    if (status == DPL_OK && !(all = dpl_alloc(sum + 1)))
+        status = dpl_fail(DPL_ENOMEM, "no memory for the manifest");
+    status = dpl_comm_agree(world, status);
+    if (status == DPL_OK) {
+        send[0] = n;
+        dpl_ticket ticket;
+        status = dpl_comm_exchange(world, (dpl_blocks){text, zero, send},
+                                   (dpl_blocks){all, at, come}, &ticket);
+        if (status == DPL_OK) status = dpl_comm_wait(world, ticket);
+    }
+    for (size_t r = 1; status == DPL_OK && r < R && world->rank == 0; r++) {
+        json_t *theirs = json_loadb(all + at[r], come[r], 0, NULL);
+        if (!theirs || json_object_update(files, theirs) != 0)
+            status = dpl_fail(DPL_ENOMEM, "no memory for the manifest");
+        json_decref(theirs);
+    }
+    free(text);
+    dpl_free(all);
+    dpl_free(sizes);
+    return status;
+}
+
+static dpl_status fill_checkpoint(dpl_trainer *t, const char *dir, json_t *files) {
+    char path[PATH_MAX];
+    dpl_status status = files ? DPL_OK : dpl_fail(DPL_ENOMEM, "no memory for the manifest");
+    DPL_TRY(dpl_comm_agree(t->mesh.world, status));
+    DPL_TRY(dpl_comm_agree(t->mesh.world, write_parts(t, dir, files)));
+    DPL_TRY(collect_entries(t, files));
     if (!dpl_mesh_is_first(&t->mesh)) return DPL_OK;
     DPL_TRY(dpl_path_join(dir, "trainer.json", path));
     DPL_TRY(write_state(t, path));
-    return write_manifest(dir);
+    return write_manifest(dir, files);
 }
 
+// The first rank makes the folder, tells the others where, and gives it its name in the end.
 static dpl_status write_checkpoint(dpl_trainer *t, const char *name) {
+    typedef char folder[PATH_MAX];
     char checkpoints[PATH_MAX], path[PATH_MAX];
     dpl_out out = {0};
-    dpl_status status = DPL_OK;
-    const bool writes = dpl_mesh_is_first(&t->mesh);
-    if (writes) status = dpl_path_join(t->run_dir, "checkpoints", checkpoints);
-    if (writes && status == DPL_OK) status = dpl_path_join(checkpoints, name, path);
-    if (writes && status == DPL_OK) status = dpl_out_open_dir(path, &out);
-    const bool opened = writes && status == DPL_OK;
-    status = dpl_comm_agree(t->mesh.experts, status);
-    if (status == DPL_OK) status = write_parts(t, writes ? out.temp : "");
-    return opened ? dpl_out_close(&out, status) : status;
+    const bool first = dpl_mesh_is_first(&t->mesh);
+    folder *all = dpl_alloc_array((size_t)t->mesh.world->n_ranks, sizeof *all);
+    json_t *files = json_object();
+    dpl_status status = all ? DPL_OK : dpl_fail(DPL_ENOMEM, "no memory for a checkpoint");
+    if (status == DPL_OK && first) status = dpl_path_join(t->run_dir, "checkpoints", checkpoints);
+    if (status == DPL_OK && first) status = dpl_path_join(checkpoints, name, path);
+    if (status == DPL_OK && first) status = dpl_out_open_dir(path, &out);
+    const bool opened = first && status == DPL_OK;
+    status = dpl_comm_agree_on(t->mesh.world, status, out.temp, sizeof out.temp, all);
+    if (status == DPL_OK) status = fill_checkpoint(t, all[0], files);
+    if (opened) status = dpl_out_close(&out, status);
+    json_decref(files);
+    dpl_free(all);
+    return status;
 }
 
 dpl_status dpl_trainer_save(dpl_trainer *t) {
@@ -282,9 +362,7 @@ dpl_status dpl_trainer_save(dpl_trainer *t) {
     DPL_NEED(t);
     DPL_CHECK(t->step > 0, "there is nothing to save before the first step");
     snprintf(name, sizeof name, "%lld", (long long)t->step - 1);
-    // All other ranks have what these have.
-    dpl_status status = DPL_OK;
-    if (t->mesh.world->rank < t->mesh.n_expert) status = write_checkpoint(t, name);
+    dpl_status status = write_checkpoint(t, name);
     if (status != DPL_OK) status = dpl_fail_in(status, "checkpoint of step %s", name);
     DPL_TRY(dpl_comm_agree(t->mesh.world, status));
     t->saved = t->step - 1;

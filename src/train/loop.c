@@ -68,17 +68,21 @@ static dpl_status open_files(dpl_trainer *t) {
     return open_text(t, path, &t->metrics);
 }
 
-// Rank r stands at r / expert along data and at r % expert along expert.
 static dpl_status write_mesh(dpl_trainer *t) {
     const dpl_mesh *mesh = &t->mesh;
-    const double bytes = (double)t->model->params.elems * (t->model->params.copy ? 18 : 16);
-    SAY(t, "mesh: data %d x fsdp 1 x expert %d, %s: %d ranks of %d threads", mesh->n_data,
-        mesh->n_expert, dpl_comm_name(mesh->world), mesh->world->n_ranks, dpl_ctx_threads(t->ctx));
+    const double bytes = (double)t->model->params.own_elems * (t->model->params.copy ? 18 : 16);
+    SAY(t, "mesh: data %d x fsdp %d x expert %d, %s: %d ranks of %d threads", mesh->n_data,
+        mesh->n_fsdp, mesh->n_expert, dpl_comm_name(mesh->world), mesh->world->n_ranks,
+        dpl_ctx_threads(t->ctx));
     for (int first = 0; first < mesh->world->n_ranks; first += mesh->n_expert)
-        SAY(t, " data %d: ranks %d to %d, experts in this order", first / mesh->n_expert, first,
+        SAY(t, " data %d, fsdp %d: ranks %d to %d, experts in this order",
+            first / mesh->n_expert / mesh->n_fsdp, first / mesh->n_expert % mesh->n_fsdp, first,
             first + mesh->n_expert - 1);
     SAY(t, " %.1f MB of weights, gradients and optimizer a rank; experts a rank: %zu of %zu",
         1e-6 * bytes, dpl_ep_local_experts(&t->model->ranks), t->model->config.n_experts);
+    if (mesh->n_fsdp > 1)
+        SAY(t, " and %.1f MB for what is gathered and its gradients: of two layers, and outside",
+            1e-6 * (double)dpl_shards_bytes(t->model));
     return DPL_OK;
 }
 
@@ -88,7 +92,7 @@ static dpl_status write_head(dpl_trainer *t) {
     const double n_micros = (double)t->o->gradient_accumulation_steps, all = t->step_flops;
     const double attention = n_micros * dpl_model_attention_flops(c, B, t->batch.n_seq);
     const double share = all > 0 ? 100 * attention / all : 0;
-    const double mb = 1e-6 * (double)t->model->params.elems;
+    const double mb = 1e-6 * (double)t->model->params.own_elems;
     SAY(t, "Per train step:");
     SAY(t, " Total TFLOPs: %.2f", all * 1e-12);
     SAY(t, " split as %.2f%% learnable weight flops and %.2f%% attention flops", 100 - share,

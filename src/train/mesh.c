@@ -1,7 +1,7 @@
 // mesh.c - which rank does what: the axes data, fsdp and expert, the last one innermost.
 //
-// Every axis shards the batch. The ranks of the expert axis hold the experts between them; all else
-// is on every rank.
+// Every axis shards the batch. The ranks of the expert axis hold the experts between them, those of
+// fsdp a piece each of every parameter that they have in common; along data all is repeated.
 #include <stdio.h>
 
 #include "train/train.h"
@@ -38,10 +38,6 @@ static dpl_status resolve(const dpl_options *o, int n_ranks, int64_t sizes[3]) {
               "ici_*_parallelism and dcn_*_parallelism is to be the number of ranks",
               n_ranks, (long long)sizes[DATA], (long long)sizes[FSDP], (long long)sizes[EXPERT]);
     if (open >= 0) sizes[open] *= n_ranks / known;
-    DPL_EXPECT(sizes[FSDP] == 1, DPL_ENOSUP,
-               "sharding over fsdp=%lld ranks, expected 1: set ici_expert_parallelism=%d or "
-               "ici_data_parallelism=%d",
-               (long long)sizes[FSDP], n_ranks, n_ranks);
     return DPL_OK;
 }
 
@@ -57,10 +53,18 @@ dpl_status dpl_mesh_open(const dpl_options *o, dpl_comm *comm, dpl_mesh *mesh) {
                           (long long)o->ranks, R);
     DPL_TRY(dpl_comm_agree(mesh->world, status));
     mesh->n_data = (int)sizes[DATA];
+    mesh->n_fsdp = (int)sizes[FSDP];
     mesh->n_expert = (int)sizes[EXPERT];
-    const int rank = mesh->world->rank;
-    DPL_TRY(dpl_comm_split(mesh->world, rank / mesh->n_expert, &mesh->experts));
-    return dpl_comm_split(mesh->world, rank % mesh->n_expert, &mesh->replicas);
+    const int E = mesh->n_expert, group = mesh->world->rank / E, expert = mesh->world->rank % E;
+    const int fsdp = group % mesh->n_fsdp, data = group / mesh->n_fsdp;
+    dpl_model_ranks *m = &mesh->model;
+    m->data = data;
+    m->n_data = mesh->n_data;
+    DPL_TRY(dpl_comm_split(mesh->world, group, &m->experts));
+    DPL_TRY(dpl_comm_split(mesh->world, data * E + expert, &m->fsdp));
+    DPL_TRY(dpl_comm_split(mesh->world, fsdp, &m->dense));
+    DPL_TRY(dpl_comm_split(mesh->world, fsdp * E + expert, &m->replicas));
+    return dpl_comm_split(mesh->world, data, &mesh->whole);
 }
 
 dpl_status dpl_mesh_check(const dpl_mesh *mesh, const dpl_options *o, size_t n_experts) {
@@ -77,9 +81,10 @@ dpl_status dpl_mesh_check(const dpl_mesh *mesh, const dpl_options *o, size_t n_e
 }
 
 void dpl_mesh_close(dpl_mesh *mesh) {
-    dpl_comm_close(&mesh->replicas);
-    dpl_comm_close(&mesh->experts);
-    dpl_comm_close(&mesh->world);
+    dpl_model_ranks *m = &mesh->model;
+    dpl_comm **const all[] = {&m->experts,  &m->fsdp,     &m->dense,
+                              &m->replicas, &mesh->whole, &mesh->world};
+    for (size_t i = 0; i < DPL_COUNT(all); i++) dpl_comm_close(all[i]);
 }
 
 bool dpl_mesh_is_first(const dpl_mesh *mesh) {
@@ -109,30 +114,10 @@ dpl_status dpl_mesh_compare(const dpl_mesh *mesh, const dpl_config *config,
 }
 
 /* ---- what ranks add up ---- */
-// An expert's gradient is that of the tokens of all ranks along its expert axis already.
-dpl_status dpl_mesh_sum_gradients(const dpl_mesh *mesh, dpl_model *model) {
-    if (mesh->world->n_ranks == 1) return DPL_OK;
-    dpl_ctx_wait(model->ctx);
-    for (size_t i = 0; i < model->params.n; i++) {
-        const dpl_param *param = &model->params.list[i];
-        dpl_comm *comm = dpl_param_is_expert(param) ? mesh->replicas : mesh->world;
-        DPL_TRY(dpl_comm_sum_f32(comm, dpl_model_grad(model, param), param->elems));
-    }
-    return DPL_OK;
-}
-
-// squares (n params): of each parameter's gradients, of experts those of this rank.
+// squares (n params): of each parameter's gradients, of what this rank has. What is no expert is
+// the same on all ranks along expert: the first one's counts.
 dpl_status dpl_mesh_sum_squares(const dpl_mesh *mesh, const dpl_model *model, double *squares) {
-    if (mesh->experts->n_ranks == 1) return DPL_OK;
-    double *part = dpl_alloc_array(model->params.n, sizeof *part);
-    dpl_status status = DPL_OK;
-    if (!part) status = dpl_fail(DPL_ENOMEM, "no memory for a norm");
-    status = dpl_comm_agree(mesh->experts, status);
-    for (size_t i = 0; status == DPL_OK && i < model->params.n; i++)
-        if (dpl_param_is_expert(&model->params.list[i])) part[i] = squares[i];
-    if (status == DPL_OK) status = dpl_comm_sum_f64(mesh->experts, part, model->params.n);
-    for (size_t i = 0; status == DPL_OK && i < model->params.n; i++)
-        if (dpl_param_is_expert(&model->params.list[i])) squares[i] = part[i];
-    dpl_free(part);
-    return status;
+    for (size_t i = 0; i < model->params.n && mesh->model.experts->rank > 0; i++)
+        if (!dpl_param_is_expert(&model->params.list[i])) squares[i] = 0;
+    return dpl_comm_sum_f64(mesh->whole, squares, model->params.n);
 }

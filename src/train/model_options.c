@@ -73,9 +73,10 @@ dpl_status dpl_config_adopt(dpl_config *config, const char *dir, dpl_model_confi
     return DPL_OK;
 }
 
-void dpl_options_init(const dpl_options *o, dpl_model *model) {
+dpl_status dpl_options_init(const dpl_options *o, dpl_model *model) {
     const double std = dpl_is(o->weight_init, "normal") ? o->init_std : 0;
-    dpl_model_init(model, dpl_is(o->weight_init, "maxtext"), std, (uint64_t)o->init_weights_seed);
+    return dpl_model_init(model, dpl_is(o->weight_init, "maxtext"), std,
+                          (uint64_t)o->init_weights_seed);
 }
 
 dpl_loss_rule dpl_options_loss(const dpl_options *o) {

@@ -110,7 +110,7 @@ static dpl_status fill_masks(const dpl_options *o, dpl_optimizer *opt) {
 }
 
 dpl_status dpl_optimizer_open(const dpl_options *o, dpl_model *model, dpl_optimizer *opt) {
-    const size_t n = model->params.n, elems = model->params.elems;
+    const size_t n = model->params.n, elems = model->params.own_elems;
     opt->model = model;
     opt->o = o;
     opt->trains = dpl_alloc_array(n, sizeof *opt->trains);
@@ -129,31 +129,41 @@ void dpl_optimizer_close(dpl_optimizer *opt) {
     *opt = (dpl_optimizer){0};
 }
 
-// Of the tensors of a parameter the first whose gradient is not finite; it may be on another rank.
+// Of the tensors of a parameter the first whose gradient is not finite, on whatever rank.
 static dpl_status name_bad_gradient(const dpl_model *model, const dpl_mesh *mesh,
                                     const dpl_param *param) {
     const dpl_disk_tensor *t = &model->disk[param->disk], *end = model->disk + model->n_disk;
     while (t < end && t->param == param &&
-           (!dpl_disk_is_here(model, t) || dpl_disk_is_finite(t, model->params.grad)))
+           (!dpl_disk_is_here(model, t) || dpl_disk_is_finite(model, t, model->params.grad)))
         t++;
+    const size_t R = mesh ? (size_t)mesh->whole->n_ranks : 1;
+    size_t first = t < end && t->param == param ? (size_t)(t - model->disk) : SIZE_MAX, one = first,
+           *all = R > 1 ? dpl_alloc_array(R, sizeof *all) : &one;
     char layer[32] = "";
-    if (param->layer >= 0) snprintf(layer, sizeof layer, "layer %d, ", param->layer);
-    dpl_status status = DPL_OK;
-    if (t < end && t->param == param)
-        status = dpl_fail(DPL_ENUMERIC, "%s%s: the gradient is not finite", layer, t->name);
-    if (mesh) DPL_TRY(dpl_comm_agree(mesh->experts, status));
+    if (!all) dpl_comm_abort(mesh->whole, "no memory to name a gradient");
+    if (!all) return dpl_fail(DPL_ENOMEM, "no memory to name a gradient");
+    dpl_status status = R > 1 ? dpl_comm_gather_now(mesh->whole, &first, sizeof first, all)
+                              : DPL_OK;
+    for (size_t r = 0; r < R; r++) first = DPL_MIN(first, all[r]);
+    if (all != &one) dpl_free(all);
     DPL_TRY(status);
-    return dpl_fail(DPL_ENUMERIC, "%sthe sum of gradients is not finite", layer);
+    if (param->layer >= 0) snprintf(layer, sizeof layer, "layer %d, ", param->layer);
+    if (first == SIZE_MAX)
+        return dpl_fail(DPL_ENUMERIC, "%sthe sum of gradients is not finite", layer);
+    return dpl_fail(DPL_ENUMERIC, "%s%s: the gradient is not finite", layer,
+                    model->disk[first].name);
 }
 
 dpl_status dpl_optimizer_norm(dpl_optimizer *opt, const dpl_mesh *mesh, double *norm_out) {
     const dpl_model *model = opt->model;
-    const dpl_param *param = model->params.list;
     double sum = 0;
+    size_t at;
     memset(opt->squares, 0, model->params.n * sizeof *opt->squares);
-    for (size_t i = 0; i < model->params.n; i++, param++)
-        if (opt->trains[i])
-            dpl_sum(model->ctx, dpl_model_grad(model, param), true, param->elems, &opt->squares[i]);
+    for (size_t i = 0; i < model->params.n; i++) {
+        const size_t n = dpl_param_own(model, &model->params.list[i], &at);
+        if (opt->trains[i] && n > 0)
+            dpl_sum(model->ctx, model->params.grad + at, true, n, &opt->squares[i]);
+    }
     dpl_ctx_wait(model->ctx);
     if (mesh) DPL_TRY(dpl_mesh_sum_squares(mesh, model, opt->squares));
     for (size_t i = 0; i < model->params.n; i++) {
@@ -178,14 +188,16 @@ double dpl_optimizer_apply(dpl_optimizer *opt, double rate, double norm) {
                       .correct2 = (float)(1 - pow(o->adam_b2, n)), .grad_scale = (float)scale};
     // clang-format on
     for (size_t i = 0; i < model->params.n; i++) {
-        if (!opt->trains[i]) continue;
         const dpl_param *param = &model->params.list[i];
-        const size_t at = param->offset;
+        size_t at;
+        const size_t n_own = dpl_param_own(model, param, &at);
+        if (!opt->trains[i] || n_own == 0) continue;
         const bool copied = model->params.copy && param->kind <= DPL_GATE_UP;
         uint16_t *copy = copied ? model->params.copy + at : NULL;
         rule.decay = opt->decays[i] ? (float)o->adam_weight_decay : 0.0f;
-        dpl_adamw_step(model->ctx, &rule, dpl_model_grad(model, param), param->elems,
-                       dpl_model_values(model, param), opt->m + at, opt->v + at, copy);
+        dpl_adamw_step(model->ctx, &rule, model->params.grad + at, n_own, model->params.master + at,
+                       opt->m + at, opt->v + at, copy);
     }
+    dpl_model_changed(opt->model);
     return norm * scale;
 }

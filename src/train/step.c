@@ -16,10 +16,9 @@ static size_t count_elems(const dpl_model *m) {
     return (m->config.n_layers + m->config.n_mtp) * m->config.n_experts;
 }
 
-// Gradients, losses and tokens per expert of all ranks together.
+// Losses and tokens per expert of all ranks together.
 static dpl_status add_ranks(dpl_model *model, const dpl_mesh *mesh, dpl_loss_sums *s) {
     double parts[] = {s->xent, s->z, s->mtp_xent, s->balance, s->router_z};
-    DPL_TRY(dpl_mesh_sum_gradients(mesh, model));
     DPL_TRY(dpl_comm_sum_i64(mesh->world, model->counts, count_elems(model)));
     DPL_TRY(dpl_comm_sum_f64(mesh->world, parts, DPL_COUNT(parts)));
     s->xent = parts[0], s->z = parts[1], s->mtp_xent = parts[2];
@@ -34,19 +33,26 @@ static dpl_status run_micros(dpl_model *model, const dpl_loss_rule *rule, const 
     const double n_tokens = sums->n_tokens, n_mtp = sums->mtp_tokens;
     const double scale = n_tokens > 0 ? 1 / n_tokens : 0;
     const double mtp_scale = n_mtp > 0 ? rule->mtp_weight / n_mtp : 0;
+    dpl_status status = DPL_OK;
     for (size_t j = 0; j < n_micros; j++) {
+        if (j + 1 == n_micros) dpl_model_end_step(model);
+        if (status != DPL_OK) { // the others go on until all agree
+            (void)dpl_model_sit_out(model, piece.n_seq, true);
+            continue;
+        }
         for (size_t row = 0; micro && row < micro->n_batch; row++) // strided, as MaxText splits
             dpl_tokens_copy_row(batch, j + row * n_micros, micro, row);
         const double share = n_tokens > 0 ? dpl_batch_targets(&piece, 0) / n_tokens : 0;
         dpl_loss_sums s;
-        DPL_TRY(dpl_model_train_micro(model, &piece, rule, scale, mtp_scale, share, &s));
+        status = dpl_model_train_micro(model, &piece, rule, scale, mtp_scale, share, &s);
+        if (status != DPL_OK) continue;
         sums->xent += s.xent;
         sums->z += s.z;
         sums->mtp_xent += s.mtp_xent;
         sums->balance += share * s.balance;
         sums->router_z += share * s.router_z;
     }
-    return DPL_OK;
+    return status;
 }
 
 // Auxiliary losses are averaged by the micro-batches' loss tokens: the part of the batch that has

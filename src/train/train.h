@@ -24,7 +24,7 @@
     X(I, steps, "150001", "-1 ..", "Optimizer steps in all; -1: learning_rate_schedule_steps.") \
     X(I, ranks, "1", "1 .. 4096", "Ranks that train together, threads; under MPI its processes.") \
     X(I, ici_data_parallelism, "1", "-1 ..", "Ranks along data, which hold all; -1: the rest.") \
-    X(I, ici_fsdp_parallelism, "-1", "-1 ..", "Ranks along fsdp, so far 1; -1: the rest.") \
+    X(I, ici_fsdp_parallelism, "-1", "-1 ..", "Ranks that share all parameters; -1: the rest.") \
     X(I, ici_expert_parallelism, "1", "-1 ..", "Ranks that share the experts; -1: the rest.") \
     X(I, dcn_data_parallelism, "-1", "-1 ..", "Times so many along data; -1: 1.") \
     X(I, dcn_fsdp_parallelism, "1", "-1 ..", "Times so many along fsdp; -1: 1.") \
@@ -166,12 +166,13 @@ dpl_status dpl_options_check(const dpl_options *o);
 void dpl_options_warn(const dpl_options *o, const dpl_model_config *model);
 dpl_loss_rule dpl_options_loss(const dpl_options *o);
 // A fresh model's values, by weight_init, init_std and init_weights_seed.
-void dpl_options_init(const dpl_options *o, dpl_model *model);
+dpl_status dpl_options_init(const dpl_options *o, dpl_model *model);
 
 /* ---- the mesh of ranks (mesh.c) ---- */
 typedef struct dpl_mesh {
-    dpl_comm *world, *experts, *replicas; // all; those that share the experts; with the same ones
-    int n_data, n_expert;
+    dpl_comm *world, *whole; // all; those that have the model between them: of one place along data
+    dpl_model_ranks model;
+    int n_data, n_fsdp, n_expert; // rank = (data * n_fsdp + fsdp) * n_expert + expert
 } dpl_mesh;
 // comm NULL: one rank. Collective. `mesh` is zero before, and closed after a failure too.
 dpl_status dpl_mesh_open(const dpl_options *o, dpl_comm *comm, dpl_mesh *mesh);
@@ -182,7 +183,6 @@ bool dpl_mesh_is_first(const dpl_mesh *mesh); // the rank that writes files and 
 // DPL_EINVAL names a rank whose configuration, or what else decides (`more`), is another.
 dpl_status dpl_mesh_compare(const dpl_mesh *mesh, const dpl_config *config, const uint64_t more[4]);
 // Over the ranks, in their order. Collective.
-dpl_status dpl_mesh_sum_gradients(const dpl_mesh *mesh, dpl_model *model);
 dpl_status dpl_mesh_sum_squares(const dpl_mesh *mesh, const dpl_model *model, double *squares);
 
 /* ---- data (data.c) ---- */
@@ -231,7 +231,7 @@ double dpl_schedule_rate(const dpl_options *o, int64_t length, int64_t step);
 typedef struct dpl_optimizer {
     dpl_model *model;
     const dpl_options *o;
-    float *m, *v;          // flat, as params
+    float *m, *v;          // flat
     bool *trains, *decays; // (n params)
     double *squares;       // (n params)
     int64_t n_updates;

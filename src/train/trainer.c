@@ -72,12 +72,12 @@ static dpl_status open_model(dpl_trainer *t, const origin *from) {
     else DPL_TRY(dpl_config_model(t->config, &sizes));
     DPL_TRY(dpl_mesh_check(&t->mesh, t->o, sizes.n_experts));
     DPL_TRY(dpl_ctx_set_precision(t->ctx, t->o->matmul_precision));
-    DPL_TRY(dpl_model_create_spread(t->ctx, t->mesh.experts, &sizes, dpl_options_dtype(t->o),
+    DPL_TRY(dpl_model_create_spread(t->ctx, &t->mesh.model, &sizes, dpl_options_dtype(t->o),
                                     &t->model));
     DPL_TRY(dpl_model_begin_training(t->model));
     if (dpl_mesh_is_first(&t->mesh)) dpl_options_warn(t->o, &sizes);
-    if (!from->dir[0]) dpl_options_init(t->o, t->model);
-    else if (!from->full) return dpl_model_load(t->model, from->dir);
+    if (!from->dir[0]) return dpl_options_init(t->o, t->model);
+    if (!from->full) return dpl_model_load(t->model, from->dir);
     return DPL_OK; // everything else is loaded when there is an optimizer
 }
 
