@@ -53,6 +53,13 @@ done
 ! launch 2 "$build/dropless" train "${options[@]}" ranks=3 run_name=wrong || fail "ranks=3 of 2 was accepted"
 grep -q "ranks=3, but the launcher started 2" "$out" || fail "ranks=3 of 2: another error"
 
+# The note in the file by which builds are told from each other.
+objcopy --remove-section .note.gnu.build-id "$build/dropless" "$work/other"
+cp "$build"/dropless_*.so "$work"
+! launch 1 "$build/dropless" train "${options[@]}" ici_data_parallelism=2 : -n 1 "$work/other" train "${options[@]}" \
+    ici_data_parallelism=2 || fail "two builds in one run were accepted"
+grep -q "rank 1 has another build" "$out" || fail "two builds: another error"
+
 for how in abort silent; do
     start=$SECONDS
     ! launch 3 "$build/test_comm" "$how" || fail "$how: the launcher ended without an error"

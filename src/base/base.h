@@ -53,6 +53,7 @@ void dpl_log_sink(dpl_log_fn fn, void *arg);
 void dpl_log(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
 double dpl_now(void); // monotonic seconds
+uint64_t dpl_build_hash(void); // another one for another build of the library or program
 
 /* ---- memory --------------------------------------------------------------------------------- */
 // Zeroed, DPL_ALIGN-aligned; from 2 MiB on aligned to 2 MiB, advised to huge pages and not touched

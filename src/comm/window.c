@@ -165,3 +165,15 @@ void dpl_window_close(dpl_window **window) {
     dpl_free(w);
     *window = NULL;
 }
+
+dpl_status dpl_comm_neighbours(dpl_comm *comm, size_t *n_out) {
+    const uint64_t own = machine_id();
+    uint64_t *all = dpl_alloc_array((size_t)comm->n_ranks, sizeof *all);
+    const dpl_status mine = all ? DPL_OK : dpl_fail(DPL_ENOMEM, "no memory to count ranks");
+    const dpl_status status = dpl_comm_agree_on(comm, mine, &own, sizeof own, all);
+    size_t n = 0;
+    for (int r = 0; status == DPL_OK && r < comm->n_ranks; r++) n += all[r] == own;
+    dpl_free(all);
+    if (status == DPL_OK) *n_out = n;
+    return status;
+}

@@ -19,3 +19,5 @@ typedef struct dpl_window {
 dpl_status dpl_window_open(dpl_comm *comm, size_t reserve_bytes, int island,
                            dpl_window **window_out);
 void dpl_window_close(dpl_window **window);
+// Ranks on this rank's machine, itself included. Collective.
+dpl_status dpl_comm_neighbours(dpl_comm *comm, size_t *n_out);

@@ -37,6 +37,7 @@ static dpl_status open_parts(dpl_ctx *ctx, int n_threads, bool deferred, size_t 
     dpl_cpu_kernels(ctx->level, ctx->kernels);
     dpl_cpu_kernels_choose(ctx->kernels);
     DPL_TRY(dpl_pool_open(n_threads, &ctx->pool));
+    ctx->n_neighbours = 1;
     ctx->memory_bytes = (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE);
     // Batch systems limit addresses too (ulimit -v): take what there is.
     size_t bytes = step_bytes ? step_bytes : 4 * ctx->memory_bytes;

@@ -497,7 +497,8 @@ static double pass_bytes(const dpl_model *m, double n_tokens, bool train) {
 dpl_status dpl_model_check_memory(const dpl_model *m, size_t n_batch, size_t n_seq, bool train) {
     const double rows = (double)n_batch, cols = (double)n_seq;
     const double bytes = pass_bytes(m, rows * cols, train);
-    const double most = (double)DPL_MIN(m->ctx->memory_bytes, dpl_arena_free_bytes(m->ctx->arena));
+    const size_t share = m->ctx->memory_bytes / m->ctx->n_neighbours;
+    const double most = (double)DPL_MIN(share, dpl_arena_free_bytes(m->ctx->arena));
     if (bytes <= most) return DPL_OK;
     return dpl_fail(DPL_ENOMEM,
                     "a pass over %.0f x %.0f tokens needs about %.3g GB, there are %.3g GB: use a "

@@ -96,7 +96,7 @@ dpl_status dpl_mesh_compare(const dpl_mesh *mesh, const dpl_config *config,
                             const uint64_t more[4]) {
     const size_t R = (size_t)mesh->world->n_ranks;
     if (R == 1) return DPL_OK;
-    uint64_t own[2] = {0, dpl_hash64(more, 4 * sizeof *more, dpl_hash64(dpl_version(), 5, 0))};
+    uint64_t own[2] = {0, dpl_hash64(more, 4 * sizeof *more, dpl_build_hash())};
     for (size_t i = 0; i < DPL_OPT_N; i++) // threads do not change results
         if (i != DPL_OPT_threads)
             own[0] = dpl_hash64(config->text[i], strlen(config->text[i]), own[0]);
@@ -108,7 +108,7 @@ dpl_status dpl_mesh_compare(const dpl_mesh *mesh, const dpl_config *config,
             status = dpl_fail(DPL_EINVAL, "rank %zu has %s than rank 0", r,
                               all[r][0] != all[0][0]
                                   ? "another configuration"
-                                  : "another version, CPU level (DPL_CPU) or other data");
+                                  : "another build, CPU level (DPL_CPU) or other data");
     dpl_free(all);
     return status;
 }

@@ -117,6 +117,7 @@ static dpl_status open_parts(dpl_trainer *t) {
     t->o = &t->config->o;
     DPL_TRY(resolve_run(t));
     DPL_TRY(dpl_mesh_open(t->o, t->ctx->comm, &t->mesh));
+    DPL_TRY(dpl_comm_neighbours(t->mesh.world, &t->ctx->n_neighbours));
     DPL_TRY(agree_on_origin(t, &from));
     DPL_TRY(open_model(t, &from));
     DPL_TRY(open_batches(t));
