@@ -270,6 +270,26 @@ static void a_silent_rank_is_named(void **state) {
     ranks_run_all(stay_away, NULL);
 }
 
+// Who is long at a file and says so is waited for.
+static void take_long(dpl_comm *comm, void *arg) {
+    (void)arg;
+    const int busy = comm->n_ranks / 2;
+    dpl_comm_set_timeout(comm, 1.2);
+    assert_int_equal(dpl_comm_barrier(comm), DPL_OK);
+    for (int i = 0; i < 50 && comm->rank == busy; i++) {
+        usleep(50000);
+        dpl_comm_alive(comm);
+    }
+    assert_int_equal(dpl_comm_barrier(comm), DPL_OK);
+    dpl_comm_set_timeout(comm, 300);
+    assert_int_equal(dpl_comm_barrier(comm), DPL_OK);
+}
+
+static void a_busy_rank_is_waited_for(void **state) {
+    (void)state;
+    ranks_run(dpl_comm_launcher() ? "mpi" : "threads", 2, take_long, NULL);
+}
+
 static void disagree_on_sizes(dpl_comm *comm, void *arg) {
     const size_t wrong = *(const size_t *)arg;
     uint8_t send[R_MAX * 8] = {0}, receive[R_MAX * 8];
@@ -407,6 +427,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(every_rank_gets_the_same_error),
         cmocka_unit_test(after_an_abort_every_call_fails),
         cmocka_unit_test(a_silent_rank_is_named),
+        cmocka_unit_test(a_busy_rank_is_waited_for),
         cmocka_unit_test(blocks_of_another_size_are_an_error),
         cmocka_unit_test(a_communicator_may_be_closed_early),
         cmocka_unit_test(a_split_without_memory_fails_everywhere),

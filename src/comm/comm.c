@@ -75,6 +75,18 @@ bool dpl_comm_has_failed(dpl_comm *comm) {
     return failed;
 }
 
+void dpl_comm_alive(dpl_comm *comm) {
+    dpl_world *world = comm ? comm->world : NULL;
+    if (!world || !world->ops->greet) return;
+    pthread_mutex_lock(&world->lock);
+    const double now = dpl_now();
+    if (now - world->greeted > world->timeout_s / 8 && world->failed == DPL_OK) {
+        world->greeted = now;
+        world->ops->greet(world);
+    }
+    pthread_mutex_unlock(&world->lock);
+}
+
 // The peers wait for this rank: without a word they would do so until the time is over.
 static dpl_status give_up(dpl_comm *comm, const char *what) {
     char text[96];

@@ -73,6 +73,9 @@ typedef struct dpl_comm_ops {
     // Waits a little, at most until `seen` is no longer what look() would return. Without the lock.
     void (*rest)(dpl_world *world, uint32_t seen, unsigned n_rests);
     void (*abort)(dpl_world *world, const char *why); // tells the others
+    // Tells the others that this rank is alive: each one's look() sets its quiet_s to 0. NULL: there
+    // are no others.
+    void (*greet)(dpl_world *world);
     // Frees what peers may still use, when it is sure that they do not. NULL: at once.
     void (*keep)(dpl_world *world, void (*free)(void *p), void *p);
     void (*leave)(dpl_world *world); // the last of a world
@@ -87,7 +90,9 @@ struct dpl_world {
     pthread_mutex_t lock;
     dpl_comm *comms;
     int next_id;
-    double quiet_s; // how long this rank has waited since something last came
+    double quiet_s;       // how long this rank has waited since something last came
+    double greeted;       // when
+    uint32_t n_greetings; // of the transport: that it has seen
     dpl_status failed;
     char why[512];
 };
@@ -132,6 +137,9 @@ dpl_status dpl_comm_agree(dpl_comm *comm, dpl_status mine);
 dpl_status dpl_comm_agree_on(dpl_comm *comm, dpl_status mine, const void *send, size_t bytes,
                              void *receive);
 bool dpl_comm_has_failed(dpl_comm *comm);
+// This rank is at something that takes long, such as a file: the others go on waiting. To be called
+// again and again; it tells them some times within the time-out. NULL: nobody waits.
+void dpl_comm_alive(dpl_comm *comm);
 // Frees memory that ranks of this process reach in each other's place: after a failure a peer may
 // still be at it.
 void dpl_comm_keep(dpl_comm *comm, void (*free)(void *p), void *p);

@@ -5,7 +5,7 @@
 // are sent in one communicator of MPI, those of each of ours with tags of its own: so nothing but
 // the start and the end of MPI is a call that waits for other ranks. MPI is called with the world's
 // lock held only, so that its level SERIALIZED is enough. A rank that gives up tells the others
-// through a receive that each of them has posted from the start.
+// through a receive that each of them has posted from the start; an empty text there is a greeting.
 #include <mpi.h>
 #include <sched.h>
 #include <stdio.h>
@@ -25,7 +25,8 @@ typedef struct mpi_world {
     int n_tags;
     MPI_Request abort_request;
     char abort_text[512];
-    bool owns; // MPI was started here
+    MPI_Request *greetings; // (ranks): sent last
+    bool owns;              // MPI was started here
     bool spins;
 } mpi_world;
 
@@ -171,13 +172,42 @@ static void withdraw(dpl_comm *comm, dpl_op *op) {
 }
 
 /* ---- waiting ---- */
+static void listen(dpl_world *world) {
+    mpi_world *w = world->state;
+    good(world,
+         MPI_Irecv(w->abort_text, sizeof w->abort_text, MPI_BYTE, MPI_ANY_SOURCE, 0, w->control,
+                   &w->abort_request),
+         "MPI_Irecv");
+}
+
 static uint32_t look(dpl_world *world) {
     mpi_world *w = world->state;
     int there = 0;
-    if (world->failed == DPL_OK &&
-        good(world, MPI_Test(&w->abort_request, &there, MPI_STATUS_IGNORE), "MPI_Test") && there)
+    if (world->failed != DPL_OK ||
+        !good(world, MPI_Test(&w->abort_request, &there, MPI_STATUS_IGNORE), "MPI_Test") || !there)
+        return 0;
+    if (w->abort_text[0]) {
         host->world_fail(world, DPL_ECOMM, "%.500s", w->abort_text);
+    } else {
+        world->quiet_s = 0;
+        listen(world);
+    }
     return 0;
+}
+
+// A rank that has not taken the last one gets no other.
+static void greet(dpl_world *world) {
+    static const char empty[1];
+    mpi_world *w = world->state;
+    int done = 0;
+    for (int r = 0; r < world->n_ranks; r++) {
+        MPI_Request *request = &w->greetings[r];
+        if (r == world->rank ||
+            !good(world, MPI_Test(request, &done, MPI_STATUS_IGNORE), "MPI_Test"))
+            continue;
+        if (done)
+            good(world, MPI_Isend(empty, 1, MPI_BYTE, r, 0, w->control, request), "MPI_Isend");
+    }
 }
 
 static void rest(dpl_world *world, uint32_t seen, unsigned n_rests) {
@@ -208,11 +238,13 @@ static void abort_all(dpl_world *world, const char *why) {
 static void leave(dpl_world *world) {
     mpi_world *w = world->state;
     if (world->failed == DPL_OK) {
+        MPI_Waitall(world->n_ranks, w->greetings, MPI_STATUSES_IGNORE);
         MPI_Cancel(&w->abort_request);
         MPI_Request_free(&w->abort_request);
         MPI_Comm_free(&w->control);
         MPI_Comm_free(&w->all);
         if (w->owns) MPI_Finalize();
+        host->free(w->greetings);
         host->free(w);
     } else {
         usleep((useconds_t)(1e6 * LINGER_S));
@@ -228,6 +260,7 @@ static const dpl_comm_ops mpi = {
     .look = look,
     .rest = rest,
     .abort = abort_all,
+    .greet = greet,
     .leave = leave,
 };
 
@@ -291,7 +324,10 @@ dpl_status dpl_comm_module_open(const dpl_comm_host *from, dpl_comm **comm_out) 
     MPI_Comm_set_errhandler(w->all, MPI_ERRORS_RETURN);
     MPI_Comm_set_errhandler(w->control, MPI_ERRORS_RETURN);
     w->spins = has_processors();
-    MPI_Irecv(w->abort_text, sizeof w->abort_text, MPI_BYTE, MPI_ANY_SOURCE, 0, w->control,
-              &w->abort_request);
-    return host->world_open(&mpi, rank, n_ranks, w, NULL, comm_out);
+    w->greetings = host->alloc((size_t)n_ranks * sizeof *w->greetings);
+    for (int r = 0; r < n_ranks && w->greetings; r++) w->greetings[r] = MPI_REQUEST_NULL;
+    status = w->greetings ? host->world_open(&mpi, rank, n_ranks, w, NULL, comm_out)
+                          : host->fail(DPL_ENOMEM, "no memory for a communicator");
+    if (status == DPL_OK) listen((*comm_out)->world);
+    return status;
 }

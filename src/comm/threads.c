@@ -15,7 +15,7 @@ typedef struct kept { // what is freed when the last rank has left
 } kept;
 
 typedef struct hub { // of all ranks
-    _Atomic uint32_t n_events;
+    _Atomic uint32_t n_events, n_greetings;
     atomic_int n_asleep, n_refs;
     bool spins; // every rank can have a processor
     atomic_bool failed;
@@ -138,7 +138,16 @@ static uint32_t look(dpl_world *world) {
         dpl_world_fail(world, DPL_ECOMM, "%s", h->why);
         pthread_mutex_unlock(&h->lock);
     }
+    const uint32_t n_greetings = atomic_load(&h->n_greetings);
+    if (n_greetings != world->n_greetings) world->quiet_s = 0;
+    world->n_greetings = n_greetings;
     return n_events;
+}
+
+static void greet(dpl_world *world) {
+    hub *h = world->state;
+    atomic_fetch_add(&h->n_greetings, 1);
+    tell(h);
 }
 
 static void rest(dpl_world *world, uint32_t seen, unsigned n_rests) {
@@ -204,6 +213,7 @@ static const dpl_comm_ops threads = {
     .look = look,
     .rest = rest,
     .abort = abort_all,
+    .greet = greet,
     .keep = keep,
     .leave = leave,
 };

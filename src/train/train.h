@@ -288,9 +288,10 @@ dpl_status dpl_checkpoint_load(dpl_trainer *t, const char *dir); // a verified o
 bool dpl_has_file(const char *dir, const char *name);            // or folder
 // The newest checkpoint of a run directory, verified; "" if none. A damaged one is an error
 // that names the newest good one before it. What a killed process left is removed if `clean`.
-dpl_status dpl_checkpoint_newest(const char *run_dir, bool clean, char *dir_out);
+// While it reads, those that wait in `comm` are told so; NULL: nobody waits.
+dpl_status dpl_checkpoint_newest(const char *run_dir, bool clean, dpl_comm *comm, char *dir_out);
 // The model directory of PATH (dropless.h), with a slash at its end; a checkpoint is verified.
-dpl_status dpl_checkpoint_resolve(const char *path, char *dir_out);
+dpl_status dpl_checkpoint_resolve(const char *path, dpl_comm *comm, char *dir_out);
 
 /* ---- metrics (metrics.c) ---- */
 void dpl_metrics_line(const dpl_trainer *t, const dpl_step_metrics *m, char *text, size_t size);

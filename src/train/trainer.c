@@ -42,12 +42,13 @@ dpl_status dpl_trainer_lock(dpl_trainer *t) {
 
 static dpl_status find_origin(const dpl_trainer *t, origin *from) {
     *from = (origin){0};
-    if (t->o->enable_checkpointing) DPL_TRY(dpl_checkpoint_newest(t->run_dir, true, from->dir));
+    if (t->o->enable_checkpointing)
+        DPL_TRY(dpl_checkpoint_newest(t->run_dir, true, t->mesh.world, from->dir));
     from->own = from->full = from->dir[0] != '\0';
     if (from->own) return DPL_OK;
     from->full = t->o->load_full_state_path[0] != '\0';
     const char *path = from->full ? t->o->load_full_state_path : t->o->load_parameters_path;
-    return path[0] ? dpl_checkpoint_resolve(path, from->dir) : DPL_OK;
+    return path[0] ? dpl_checkpoint_resolve(path, t->mesh.world, from->dir) : DPL_OK;
 }
 
 // The first rank looks into the folders: it removes what a killed run has left there.
