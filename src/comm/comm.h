@@ -73,8 +73,8 @@ typedef struct dpl_comm_ops {
     // Waits a little, at most until `seen` is no longer what look() would return. Without the lock.
     void (*rest)(dpl_world *world, uint32_t seen, unsigned n_rests);
     void (*abort)(dpl_world *world, const char *why); // tells the others
-    // Tells the others that this rank is alive: each one's look() sets its quiet_s to 0. NULL: there
-    // are no others.
+    // Tells the others that this rank is alive: each one's look() sets its quiet_s to 0.
+    // NULL: there are no others.
     void (*greet)(dpl_world *world);
     // Frees what peers may still use, when it is sure that they do not. NULL: at once.
     void (*keep)(dpl_world *world, void (*free)(void *p), void *p);
