@@ -249,16 +249,17 @@ static void advance_all(dpl_world *world) {
             if (!op->done && !op->withdrawn) world->ops->advance(comm, op);
 }
 
-// The first rank that an exchange waits for; with none, what was sent has not been fetched.
+// The first rank that an exchange waits for: it has sent nothing, or not taken what this one sent.
 static void fail_of_silence(dpl_comm *comm, const dpl_op *op) {
     dpl_world *world = comm->world;
     int rank = 0;
     while (rank < comm->n_ranks && (op->heard[rank] || rank == comm->rank)) rank++;
-    char text[200], who[64];
-    snprintf(who, sizeof who, "rank %d has", rank < comm->n_ranks ? comm->members[rank] : -1);
+    if (rank == comm->n_ranks) rank = world->ops->late ? world->ops->late(op) : -1;
+    char text[200], who[64] = "a rank that this one sends to";
+    if (rank >= 0) snprintf(who, sizeof who, "rank %d", comm->members[rank]);
     snprintf(text, sizeof text,
-             "%s not been heard of for %g s (comm_timeout_s): dead, stopped or slow",
-             rank < comm->n_ranks ? who : "a rank that this one sends to has", world->timeout_s);
+             "%s has not been heard of for %g s (comm_timeout_s): dead, stopped or slow", who,
+             world->timeout_s);
     abort_locked(world, text);
 }
 

@@ -67,7 +67,8 @@ typedef struct dpl_comm_ops {
     void (*start)(dpl_comm *comm, dpl_op *op);
     void (*advance)(dpl_comm *comm, dpl_op *op);  // sets `heard` and `done`
     void (*withdraw)(dpl_comm *comm, dpl_op *op); // after it nothing touches its blocks
-    void (*free_op)(dpl_op *op);                  // its state; NULL: it has none
+    int (*late)(const dpl_op *op); // a rank that has not taken what this one sends; NULL: not known
+    void (*free_op)(dpl_op *op);   // its state; NULL: it has none
     // Looks for an abort; what it returns changes when there may be something new.
     uint32_t (*look)(dpl_world *world);
     // Waits a little, at most until `seen` is no longer what look() would return. Without the lock.

@@ -31,7 +31,7 @@ typedef struct mpi_world {
 } mpi_world;
 
 typedef struct mpi_request {
-    int rank, bytes; // of a piece that is received; -1: a send
+    int rank, bytes; // of a piece that is received; one that is sent: ~rank
 } mpi_request;
 
 typedef struct mpi_op {
@@ -100,7 +100,7 @@ static void start_block(dpl_comm *comm, dpl_op *op, int rank, bool receives) {
         const int code = receives ? MPI_Irecv(p, (int)n, MPI_BYTE, peer, tag, w->all, request)
                                   : MPI_Isend(p, (int)n, MPI_BYTE, peer, tag, w->all, request);
         if (!good(comm->world, code, receives ? "MPI_Irecv" : "MPI_Isend")) return;
-        m->pieces[m->n++] = (mpi_request){receives ? rank : -1, (int)n};
+        m->pieces[m->n++] = (mpi_request){receives ? rank : ~rank, (int)n};
         p += n;
         left -= n;
     }
@@ -154,6 +154,13 @@ static void advance(dpl_comm *comm, dpl_op *op) {
     m->n_left -= n_ready;
     if (n_ready > 0) comm->world->quiet_s = 0;
     op->done = m->n_left == 0 && comm->world->failed == DPL_OK;
+}
+
+static int late(const dpl_op *op) {
+    const mpi_op *m = op->state;
+    for (int i = 0; i < m->n; i++)
+        if (m->requests[i] != MPI_REQUEST_NULL && m->pieces[i].rank < 0) return ~m->pieces[i].rank;
+    return -1;
 }
 
 // Receives are cancelled; what a peer is in the middle of sending is given a moment to come. MPI is
@@ -255,6 +262,7 @@ static const dpl_comm_ops mpi = {
     .name = "mpi",
     .start = start,
     .advance = advance,
+    .late = late,
     .withdraw = withdraw,
     .free_op = free_op,
     .look = look,
