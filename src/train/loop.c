@@ -5,6 +5,7 @@
 // several ranks the first writes and speaks; all agree after each step whether to go on.
 #include <stdio.h>
 #include <stdlib.h>
+#include <unistd.h>
 
 #include "train/train.h"
 
@@ -68,16 +69,43 @@ static dpl_status open_files(dpl_trainer *t) {
     return open_text(t, path, &t->metrics);
 }
 
+typedef char host_name[64];
+
+// "a", or "a, b": where the ranks from `first` on are, as many as share the experts.
+static void list_hosts(const host_name *names, int first, int n, char *text, size_t size) {
+    size_t used = 0;
+    text[0] = '\0';
+    for (int r = first; r < first + n && used < size; r++)
+        if (r == first || strcmp(names[r], names[r - 1]) != 0)
+            used += (size_t)snprintf(text + used, size - used, "%s%s", used ? ", " : "", names[r]);
+}
+
+static dpl_status write_places(dpl_trainer *t) {
+    const dpl_mesh *mesh = &t->mesh;
+    const int R = mesh->world->n_ranks, E = mesh->n_expert, F = mesh->n_fsdp;
+    host_name own = "";
+    char hosts[512];
+    host_name *names = dpl_alloc_array((size_t)R, sizeof *names);
+    dpl_status status = names ? DPL_OK : dpl_fail(DPL_ENOMEM, "no memory for names of hosts");
+    gethostname(own, sizeof own - 1);
+    status = dpl_comm_agree_on(mesh->world, status, own, sizeof own, names);
+    for (int first = 0; first < R && status == DPL_OK; first += E) {
+        list_hosts(names, first, E, hosts, sizeof hosts);
+        dpl_format(t->line, sizeof t->line, " data %d, fsdp %d: ranks %d to %d, by expert, on %s",
+                   first / E / F, first / E % F, first, first + E - 1, hosts);
+        status = write_line(t);
+    }
+    dpl_free(names);
+    return status;
+}
+
 static dpl_status write_mesh(dpl_trainer *t) {
     const dpl_mesh *mesh = &t->mesh;
     const double bytes = (double)t->model->params.own_elems * (t->model->params.copy ? 18 : 16);
     SAY(t, "mesh: data %d x fsdp %d x expert %d, %s: %d ranks of %d threads", mesh->n_data,
         mesh->n_fsdp, mesh->n_expert, dpl_comm_name(mesh->world), mesh->world->n_ranks,
         dpl_ctx_threads(t->ctx));
-    for (int first = 0; first < mesh->world->n_ranks; first += mesh->n_expert)
-        SAY(t, " data %d, fsdp %d: ranks %d to %d, experts in this order",
-            first / mesh->n_expert / mesh->n_fsdp, first / mesh->n_expert % mesh->n_fsdp, first,
-            first + mesh->n_expert - 1);
+    DPL_TRY(write_places(t));
     SAY(t, " %.1f MB of weights, gradients and optimizer a rank; experts a rank: %zu of %zu",
         1e-6 * bytes, dpl_ep_local_experts(&t->model->ranks), t->model->config.n_experts);
     if (mesh->n_fsdp > 1)
