@@ -254,6 +254,25 @@ static void check_norm_forward(kernel_test *t) {
     KERNEL_BENCH(t, N_BENCH, "elem", t->k->rows.norm_forward(x, gain, 1, y, N_BENCH));
 }
 
+// The bits are those of the two kernels of the same level.
+static void check_add_squares(kernel_test *t) {
+    EACH_SIZE(t, n) {
+        float *a = kernel_random(t, n), *b = kernel_random(t, n);
+        float *y = kernel_floats(t, n), *want = kernel_floats(t, n);
+        const float got_sum = t->k->rows.add_squares(a, b, y, n);
+        t->ref->rows.add(a, b, want, n);
+        const float want_sum = t->k->rows.dot(want, want, n);
+        kernel_same(t, "sum", y, want, n * sizeof *y);
+        kernel_same(t, "squares", &got_sum, &want_sum, sizeof got_sum);
+        t->k->rows.add_squares(a, b, n % 2 ? a : b, n);
+        kernel_same(t, "sum in place", n % 2 ? a : b, want, n * sizeof *y);
+    }
+    t->aligned = true;
+    const float *a = kernel_random(t, N_BENCH), *b = kernel_random(t, N_BENCH);
+    float *y = kernel_floats(t, N_BENCH);
+    KERNEL_BENCH(t, N_BENCH, "elem", t->k->rows.add_squares(a, b, y, N_BENCH));
+}
+
 static void check_norm_dot(kernel_test *t) {
     EACH_SIZE(t, n) {
         const float *x = kernel_random(t, n), *y = kernel_random(t, n), *z = kernel_random(t, n);
@@ -606,6 +625,7 @@ const kernel_entry kernel_row_entries[] = {
     {"row_to_bf16_pairs", check_to_bf16_pairs},
     {"row_from_bf16", check_from_bf16},
     {"row_norm_forward", check_norm_forward},
+    {"row_add_squares", check_add_squares},
     {"row_norm_dot", check_norm_dot},
     {"row_norm_backward", check_norm_backward},
     {"row_rope", check_rope},

@@ -265,10 +265,37 @@ static void norm_shape(size_t n, size_t d, size_t pad, bool accumulate) {
     end();
 }
 
+// The norm of a sum has the bits of the two operators; `in_place` 1: sum is a, 2: sum is b.
+static void add_norm_shape(size_t n, size_t d, size_t pad, dpl_dtype y_dtype, int in_place) {
+    begin();
+    const dpl_dtype a_dtype = in_place == 1 ? DPL_F32 : t.dtype;
+    const dpl_mat a = mat_drawn(a_dtype, n, d, pad, 2);
+    const dpl_mat b = mat_drawn(in_place == 2 ? DPL_F32 : t.dtype, n, d, pad + 1, 1);
+    const dpl_mat want_sum = mat_of(DPL_F32, n, d, pad), want_y = mat_of(y_dtype, n, d, pad);
+    const dpl_mat sum = in_place ? in_place == 1 ? a : b : mat_of(DPL_F32, n, d, 2);
+    const dpl_mat y = mat_of(y_dtype, n, d, pad);
+    const float *gain = floats_drawn(d, 1);
+    float *want_rstd = floats(n), *rstd = floats(n);
+    dpl_add(t.ctx, a, b, n, d, want_sum);
+    dpl_rmsnorm_forward(t.ctx, want_sum, gain, n, d, EPS, want_y, want_rstd);
+    dpl_add_rmsnorm_forward(t.ctx, a, b, gain, n, d, EPS, sum, y, rstd);
+    settle();
+    assert_memory_equal(rstd, want_rstd, n * sizeof *rstd);
+    for (size_t r = 0; r < n; r++) {
+        assert_memory_equal(dpl_mat_row(sum, r), dpl_mat_row(want_sum, r), d * sizeof(float));
+        assert_memory_equal(dpl_mat_row(y, r), dpl_mat_row(want_y, r),
+                            d * dpl_dtype_bytes(y_dtype));
+    }
+    end();
+}
+
 static void norm_case(void) {
-    for (size_t i = 0; i < DPL_COUNT(shapes); i++)
+    for (size_t i = 0; i < DPL_COUNT(shapes); i++) {
         for (int accumulate = 0; accumulate < 2; accumulate++)
             norm_shape(shapes[i].n, shapes[i].d, shapes[i].pad, accumulate);
+        for (int way = 0; way < 6; way++)
+            add_norm_shape(shapes[i].n, shapes[i].d, shapes[i].pad, (dpl_dtype)(way % 2), way / 2);
+    }
 }
 
 static void test_norm(void **state) {

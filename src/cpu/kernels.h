@@ -128,6 +128,8 @@ typedef struct dpl_row_kernels {
 
     // RMSNorm. y = x * rstd * gain
     void (*norm_forward)(const float *x, const float *gain, float rstd, float *y, size_t n);
+    // y = a + b, returns dot(y, y), to the bit
+    float (*add_squares)(const float *a, const float *b, float *y, size_t n);
     // sum of dy * gain * x
     float (*norm_dot)(const float *dy, const float *gain, const float *x, size_t n);
     // dx (= or +=) rstd * dy * gain - c * x;   dgain += dy * x * rstd

@@ -124,6 +124,27 @@ static float row_norm_dot(const float *dy, const float *gain, const float *x, si
     return sum_products(dy, gain, x, n);
 }
 
+// Products and sums in the order of sum_products().
+static float row_add_squares(const float *a, const float *b, float *y, size_t n) {
+    reg sum[2 * N_REGS] = {0};
+    size_t i = 0;
+    for (; i + 2 * LANES <= n; i += 2 * LANES)
+        for (size_t r = 0, j = i; r < 2 * N_REGS; r++, j += REG) {
+            const reg v = load(a + j) + load(b + j);
+            store(y + j, v);
+            sum[r] += v * v;
+        }
+    for (int r = 0; r < N_REGS; r++) sum[r] += sum[r + N_REGS];
+    float lane[LANES];
+    memcpy(lane, sum, sizeof lane);
+    for (; i < n; i++) {
+        const float v = a[i] + b[i];
+        y[i] = v;
+        lane[i % LANES] += v * v;
+    }
+    return fold(lane);
+}
+
 static float row_max(const float *x, size_t n) {
     reg best[4];
     for (int r = 0; r < 4; r++) best[r] = (reg){0} - INFINITY;
@@ -461,5 +482,6 @@ static void row_adamw(const dpl_adamw *rule, const float *grad, float *param, fl
 #define ROW_KERNELS                                                                        \
     row_max, row_dot, row_dot_as, row_sum_f64, row_axpy, row_add, row_scale, row_sum_rows, \
         row_exp_sub_sum, row_sigmoid, row_to_bf16, row_to_bf16_pairs, row_from_bf16,       \
-        row_norm_forward, row_norm_dot, row_norm_backward, row_rope, row_swiglu_forward,   \
-        row_swiglu_backward, row_softmax, row_softmax_backward, row_scale_columns, row_adamw
+        row_norm_forward, row_add_squares, row_norm_dot, row_norm_backward, row_rope,      \
+        row_swiglu_forward, row_swiglu_backward, row_softmax, row_softmax_backward,        \
+        row_scale_columns, row_adamw

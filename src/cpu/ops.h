@@ -125,6 +125,10 @@ void dpl_panel_unpack(dpl_ctx *ctx, const float *panels, size_t n, size_t k, flo
 // y = x * rstd * gain, rstd (rows) = 1 / sqrt(mean(x^2) + eps) kept for backward.
 void dpl_rmsnorm_forward(dpl_ctx *ctx, dpl_mat x, const float *gain, size_t n_rows, size_t d,
                          float eps, dpl_mat y, float *rstd);
+// sum (F32) = a + b, and y and rstd of the sum, with the bits of the two operators, but each row is
+// taken once. sum may be a or b.
+void dpl_add_rmsnorm_forward(dpl_ctx *ctx, dpl_mat a, dpl_mat b, const float *gain, size_t n_rows,
+                             size_t d, float eps, dpl_mat sum, dpl_mat y, float *rstd);
 // dx = (or +=, accumulate, dx F32) the gradient; dgain (d) +=
 void dpl_rmsnorm_backward(dpl_ctx *ctx, dpl_mat dy, dpl_mat x, const float *gain, const float *rstd,
                           size_t n_rows, size_t d, dpl_mat dx, bool accumulate, float *dgain);

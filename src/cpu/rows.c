@@ -17,6 +17,7 @@ typedef struct row_args {
     dpl_loop loop;
     size_t d;
     dpl_mat a, b, out;      // a: x; b: its second term or the gradient of what came of it
+    dpl_mat sum;            // norm of a sum
     const float *weight;    // norm: gain (d)
     float *rstd;            // norm
     float *dgain, *partial; // norm backward; partial: (parts, d) sums of dgain
@@ -33,25 +34,32 @@ static void submit_rows(dpl_ctx *ctx, const row_args *a, dpl_op_fn run, size_t d
 }
 
 /* ---- RMSNorm --------------------------------------------------------------------------------- */
+// y and rstd of a row of `from` whose sum of squares is known. x: all of the row, NULL: it is read,
+// block by block.
+static void norm_row(const row_args *a, const dpl_row_kernels *k, dpl_mat from, size_t row,
+                     double squares, const float *x) {
+    float buf[DPL_ROW_BLOCK];
+    const float rstd = (float)(1.0 / sqrt(squares / (double)a->d + (double)a->eps));
+    a->rstd[row] = rstd;
+    DPL_EACH_BLOCK(col, n, a->d) {
+        const float *block = x ? x : dpl_row_load(k, from, row, col, n, buf);
+        float *y = dpl_row_target(a->out, row, col, buf);
+        k->norm_forward(block, a->weight + col, rstd, y, n);
+        dpl_row_store(k, a->out, row, col, y, n);
+    }
+}
+
 static void norm_forward(const void *args, const dpl_part *part) {
     const row_args *a = args;
-    const dpl_row_kernels *k = part->k;
     float buf[DPL_ROW_BLOCK];
     for (size_t row = part->first; row < part->end; row++) {
         double squares = 0;
         const float *x = NULL;
         DPL_EACH_BLOCK(col, n, a->d) {
-            x = dpl_row_load(k, a->a, row, col, n, buf);
-            squares += (double)k->dot(x, x, n);
+            x = dpl_row_load(part->k, a->a, row, col, n, buf);
+            squares += (double)part->k->dot(x, x, n);
         }
-        const float rstd = (float)(1.0 / sqrt(squares / (double)a->d + (double)a->eps));
-        a->rstd[row] = rstd;
-        DPL_EACH_BLOCK(col, n, a->d) {
-            if (n < a->d) x = dpl_row_load(k, a->a, row, col, n, buf); // else it is still there
-            float *y = dpl_row_target(a->out, row, col, buf);
-            k->norm_forward(x, a->weight + col, rstd, y, n);
-            dpl_row_store(k, a->out, row, col, y, n);
-        }
+        norm_row(a, part->k, a->a, row, squares, a->d <= DPL_ROW_BLOCK ? x : NULL);
     }
 }
 
@@ -60,6 +68,31 @@ void dpl_rmsnorm_forward(dpl_ctx *ctx, dpl_mat x, const float *gain, size_t n_ro
     const dpl_loop loop = {norm_forward, n_rows, dpl_row_grain(d * 4)};
     const row_args a = {loop, d, x, .out = y, .weight = gain, .rstd = rstd, .eps = eps};
     submit_rows(ctx, &a, dpl_run_loop, d);
+}
+
+// The sum is normed while it is still in cache.
+static void add_norm_forward(const void *args, const dpl_part *part) {
+    const row_args *a = args;
+    float a_buf[DPL_ROW_BLOCK], b_buf[DPL_ROW_BLOCK];
+    for (size_t row = part->first; row < part->end; row++) {
+        double squares = 0;
+        DPL_EACH_BLOCK(col, n, a->d) {
+            const float *x = dpl_row_load(part->k, a->a, row, col, n, a_buf);
+            const float *more = dpl_row_load(part->k, a->b, row, col, n, b_buf);
+            float *sum = dpl_mat_at(a->sum, row, col).p;
+            squares += (double)part->k->add_squares(x, more, sum, n);
+        }
+        norm_row(a, part->k, a->sum, row, squares, NULL);
+    }
+}
+
+void dpl_add_rmsnorm_forward(dpl_ctx *ctx, dpl_mat a, dpl_mat b, const float *gain, size_t n_rows,
+                             size_t d, float eps, dpl_mat sum, dpl_mat y, float *rstd) {
+    const row_args args = {
+        {add_norm_forward, n_rows, dpl_row_grain(d * 8)}, d, a, b, y, sum, gain, rstd, .eps = eps};
+    DPL_SUBMIT(ctx, dpl_run_loop, args, dpl_row_span(y, n_rows, d),
+               span_unless(sum.p == a.p || sum.p == b.p, sum, n_rows, d),
+               {rstd, n_rows * sizeof *rstd});
 }
 
 static void norm_backward_row(const row_args *a, const dpl_row_kernels *k, size_t row,
@@ -113,7 +146,7 @@ void dpl_rmsnorm_backward(dpl_ctx *ctx, dpl_mat dy, dpl_mat x, const float *gain
     const size_t mark = dpl_ctx_mark(ctx);
     // At most 64 chunks, so that the partial sums of dgain stay small beside the rows.
     const size_t grain = DPL_MAX(4, dpl_div_up(n_rows, 64));
-    row_args a = {{norm_backward, n_rows, grain}, d, x, dy, dx, gain, .dgain = dgain};
+    row_args a = {{norm_backward, n_rows, grain}, d, x, dy, dx, .weight = gain, .dgain = dgain};
     a.rstd = (float *)(uintptr_t)rstd;
     a.accumulate = accumulate;
     a.partial = dpl_ctx_alloc(ctx, dpl_div_up(n_rows, grain) * d * sizeof(float));

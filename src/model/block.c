@@ -43,14 +43,29 @@ void dpl_linear_backward(dpl_model *m, int layer, dpl_param_id id, dpl_mat dy, d
     dpl_ctx_phase(m->ctx, before);
 }
 
+static float norm_eps(const dpl_model *m, dpl_param_id id) {
+    const bool latent = id == DPL_P_Q_A_NORM || id == DPL_P_KV_A_NORM;
+    return latent ? LATENT_EPS : (float)m->config.eps;
+}
+
 float *dpl_norm_forward(dpl_model *m, int layer, dpl_param_id id, dpl_mat x, size_t n_rows,
                         dpl_mat y) {
     const dpl_param *gain = dpl_model_param(m, layer, id);
-    const bool latent = id == DPL_P_Q_A_NORM || id == DPL_P_KV_A_NORM;
     float *rstd = dpl_ctx_alloc(m->ctx, n_rows * sizeof(float));
     const dpl_phase before = dpl_ctx_phase(m->ctx, DPL_PHASE_NORM);
-    dpl_rmsnorm_forward(m->ctx, x, dpl_model_values(m, gain), n_rows, gain->k,
-                        latent ? LATENT_EPS : (float)m->config.eps, y, rstd);
+    dpl_rmsnorm_forward(m->ctx, x, dpl_model_values(m, gain), n_rows, gain->k, norm_eps(m, id), y,
+                        rstd);
+    dpl_ctx_phase(m->ctx, before);
+    return rstd;
+}
+
+float *dpl_add_norm_forward(dpl_model *m, int layer, dpl_param_id id, dpl_mat x, dpl_mat more,
+                            size_t n_rows, dpl_mat sum, dpl_mat y) {
+    const dpl_param *gain = dpl_model_param(m, layer, id);
+    float *rstd = dpl_ctx_alloc(m->ctx, n_rows * sizeof(float));
+    const dpl_phase before = dpl_ctx_phase(m->ctx, DPL_PHASE_NORM);
+    dpl_add_rmsnorm_forward(m->ctx, x, more, dpl_model_values(m, gain), n_rows, gain->k,
+                            norm_eps(m, id), sum, y, rstd);
     dpl_ctx_phase(m->ctx, before);
     return rstd;
 }
@@ -102,7 +117,7 @@ dpl_status dpl_block_forward(dpl_model *m, int layer, const dpl_batch *b, const 
                                        id == DPL_ACT_MLP_INPUT);
     dpl_mla_forward(m, layer, b, cache, saved);
     const dpl_mat middle = saved->act[DPL_ACT_MLP_INPUT], n = saved->act[DPL_ACT_MLP_NORM];
-    saved->rstd_mlp = dpl_norm_forward(m, layer, DPL_P_MLP_NORM, middle, T, n);
+    saved->rstd_mlp = dpl_add_norm_forward(m, layer, DPL_P_MLP_NORM, x, middle, T, middle, n);
     if (moe) {
         const dpl_moe_weights weights = moe_weights(m, layer);
         const dpl_status status = dpl_moe_forward_in(m->ctx, &m->ranks, &m->moe, &weights, n, T,

@@ -47,6 +47,9 @@ void dpl_linear_backward(dpl_model *model, int layer, dpl_param_id id, dpl_mat d
 // Returns rstd (rows).
 float *dpl_norm_forward(dpl_model *model, int layer, dpl_param_id id, dpl_mat x, size_t n_rows,
                         dpl_mat y);
+// The same of sum = x + more, both F32; sum may be one of them.
+float *dpl_add_norm_forward(dpl_model *model, int layer, dpl_param_id id, dpl_mat x, dpl_mat more,
+                            size_t n_rows, dpl_mat sum, dpl_mat y);
 // dx = (or +=), dgain +=
 void dpl_norm_backward(dpl_model *model, int layer, dpl_param_id id, dpl_mat dy, dpl_mat x,
                        const float *rstd, size_t n_rows, dpl_mat dx, bool accumulate);
@@ -68,7 +71,8 @@ dpl_status dpl_block_backward(dpl_model *model, int layer, const dpl_batch *batc
                               const dpl_aux *aux, dpl_block_saved *saved, dpl_mat dx);
 
 /* ---- mla.c ---- */
-// act[INPUT] -> act[MLP_INPUT] = input + attention; the blocks between are there already.
+// act[INPUT] -> act[MLP_INPUT] = attention, to which the caller adds the input; the blocks between
+// are there already.
 void dpl_mla_forward(dpl_model *model, int layer, const dpl_batch *batch,
                      const dpl_mla_cache *cache, dpl_block_saved *saved);
 // dx (T, D) F32: gradient of act[MLP_INPUT] on entry, of act[INPUT] on return.

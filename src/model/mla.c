@@ -77,7 +77,6 @@ void dpl_mla_forward(dpl_model *m, int layer, const dpl_batch *b, const dpl_mla_
     dpl_ctx_phase(m->ctx, DPL_PHASE_OTHER);
     dpl_linear_forward(m, layer, DPL_P_O, context, T, out);
     dpl_probe_mat(m, "attn", layer, b, out, D);
-    dpl_add(m->ctx, x, out, T, D, out);
 }
 
 void dpl_mla_backward(dpl_model *m, int layer, const dpl_batch *b, const dpl_block_saved *saved,
