@@ -1,6 +1,7 @@
 /*
  * test_mesh.c - training over a mesh of ranks: losses, counts, norms and weights are those of one
- * rank, checkpoints go from any mesh to any other, and what one rank finds ends all.
+ * rank, auxiliary losses over the batch too; checkpoints go from any mesh to any other, and what
+ * one rank finds ends all.
  */
 #include <setjmp.h>
 #include <stdarg.h>
@@ -162,6 +163,232 @@ static void depths_that_do_not_fit_stay(void **state) {
     compare_meshes(shapes, DPL_COUNT(shapes), "mtp_num_layers=3 max_target_length=3", STEPS);
 }
 
+/* ---- losses over the batch of all ranks ---- */
+
+enum { WIDE = 24, LENGTH = 16, ROUTERS = 3, ROUTER_ELEMS = 32 * 32 };
+
+typedef struct wide_result {
+    dpl_step_metrics steps[3];
+    float routers[ROUTERS][ROUTER_ELEMS]; // their gradients after step 0,
+    bool whole[ROUTERS];                  // if this rank has all of it
+} wide_result;
+
+typedef struct wide_job {
+    shape shape;
+    bool equal;           // routers of zeros
+    wide_result *results; // (R)
+} wide_job;
+
+// Rows of two micro-batches: of four ranks one has padding alone, one no token with a loss.
+static void write_wide_batch(const char *path) {
+    int32_t planes[4][WIDE * LENGTH];
+    for (int i = 0; i < WIDE * LENGTH; i++) {
+        const int row = i / LENGTH, column = i % LENGTH;
+        const bool padding = (row >= 6 && row < 12) || (row % 3 == 0 && column > row % 7 + 3);
+        planes[0][i] = (int32_t)(dpl_rng_u64(5, 1, (uint64_t)i) % 64);
+        planes[1][i] = (int32_t)(dpl_rng_u64(5, 2, (uint64_t)i) % 64);
+        planes[2][i] = !padding;
+        planes[3][i] = !padding && (row < 12 || row >= 18) && (row != 20 || column < 3);
+    }
+    run_write_batch(path, WIDE, LENGTH, planes[0], planes[1], planes[2], planes[3]);
+}
+
+static dpl_config *wide_config(const wide_job *j) {
+    dpl_config *config = run_config("mtp_num_layers=1", "load_balance_loss_weight=1",
+                                    "router_z_loss_weight=0.1", "load_balance_scope=batch",
+                                    "dataset_type=safetensors", "enable_checkpointing=false",
+                                    "gradient_accumulation_steps=2", "comm_timeout_s=60", NULL);
+    run_set(config, "dataset_path=%s", scratch_path("wide.safetensors"));
+    run_set(config, "max_target_length=%d", LENGTH);
+    run_set(config, "per_device_batch_size=%d", WIDE / 2 / n_ranks_of(j->shape));
+    run_set(config, "ici_data_parallelism=%d", j->shape.n_data);
+    run_set(config, "ici_fsdp_parallelism=%d", j->shape.n_fsdp);
+    run_set(config, "ici_expert_parallelism=%d", j->shape.n_expert);
+    return config;
+}
+
+// What this rank has of a parameter becomes 0.
+static void clear(dpl_model *m, int layer, dpl_param_id id) {
+    size_t own;
+    const size_t n = dpl_param_own(m, dpl_model_param(m, layer, id), &own);
+    memset(m->params.master + own, 0, n * sizeof(float));
+    dpl_model_changed(m);
+}
+
+// With a head of zeros the gradients of step 0 come from the auxiliary losses alone.
+static dpl_trainer *open_wide(dpl_ctx *ctx, const wide_job *j, const dpl_config *config) {
+    dpl_trainer *t = run_open(ctx, config);
+    clear(t->model, -1, DPL_P_HEAD);
+    for (int i = 0; i < ROUTERS && j->equal; i++) clear(t->model, i + 1, DPL_P_ROUTER);
+    return t;
+}
+
+static void train_wide(dpl_comm *comm, void *arg) {
+    const wide_job *j = arg;
+    wide_result *r = &j->results[comm->rank];
+    dpl_ctx *ctx = run_ctx(1 + comm->rank % 2);
+    dpl_config *config = wide_config(j);
+    check_ok(dpl_ctx_join(ctx, comm));
+    dpl_trainer *t = open_wide(ctx, j, config);
+    for (int i = 0; i < 3; i++) {
+        check_ok(dpl_trainer_step(t, &r->steps[i]));
+        for (int k = 0; k < ROUTERS && i == 0; k++) {
+            size_t own;
+            const dpl_param *router = dpl_model_param(t->model, k + 1, DPL_P_ROUTER);
+            r->whole[k] = dpl_param_own(t->model, router, &own) == ROUTER_ELEMS;
+            if (r->whole[k])
+                memcpy(r->routers[k], t->model->params.grad + own, sizeof r->routers[k]);
+        }
+    }
+    dpl_trainer_close(&t);
+    dpl_config_close(&config);
+    dpl_ctx_close(&ctx);
+}
+
+static void check_wide(const wide_result *a, const wide_result *b) {
+    for (int i = 0; i < 3; i++) {
+        const dpl_step_metrics *x = &a->steps[i], *y = &b->steps[i];
+        const double bound = i == 0 ? 1e-12 : 2e-5;
+        assert_true(y->moe_lb_loss > 0.5 && y->router_z_loss > 0);
+        assert_true(close_to(x->moe_lb_loss, y->moe_lb_loss, bound));
+        assert_true(close_to(x->router_z_loss, y->router_z_loss, bound));
+        assert_true(close_to(x->loss, y->loss, bound));
+        assert_true(close_to(x->raw_grad_norm, y->raw_grad_norm, 2e-5));
+    }
+    for (int k = 0; k < ROUTERS; k++) {
+        double top = 0, worst = 0;
+        if (!a->whole[k]) continue; // the norm has it
+        for (int e = 0; e < ROUTER_ELEMS; e++) {
+            top = fmax(top, fabs((double)b->routers[k][e]));
+            worst = fmax(worst, fabs((double)a->routers[k][e] - (double)b->routers[k][e]));
+        }
+        assert_true(top > 1e-3);
+        if (worst > 1e-5 * top) fail_msg("router %d: %g of %g", k, worst, top);
+    }
+}
+
+static void batch_losses_are_those_of_one_rank(void **state) {
+    (void)state;
+    static const shape shapes[] = {{1, 1, 1, NULL}, {2, 1, 1, NULL}, {1, 1, 2, NULL},
+                                   {3, 1, 1, NULL}, {4, 1, 1, NULL}, {2, 1, 2, NULL},
+                                   {1, 1, 4, NULL}, {3, 1, 2, NULL}, {1, 2, 1, NULL},
+                                   {1, 4, 1, NULL}, {1, 2, 2, NULL}, {2, 2, 1, NULL}};
+    static wide_result results[R_MAX], one;
+    scratch_open(NULL);
+    write_wide_batch(scratch_path("wide.safetensors"));
+    for (int equal = 0; equal < 2; equal++)
+        for (size_t i = 0; i < DPL_COUNT(shapes); i++) {
+            const int R = n_ranks_of(shapes[i]);
+            const wide_job j = {shapes[i], equal, results};
+            ranks_run("threads", R, train_wide, (void *)(uintptr_t)&j);
+            if (i == 0) one = results[0];
+            for (int r = 0; r < R; r++) {
+                if (!equal) check_wide(&results[r], &one);
+                // Of equal scores the loss is its weight, once for all ranks.
+                else assert_true(close_to(results[r].steps[0].moe_lb_loss, 1, 1e-6));
+            }
+        }
+    scratch_close(NULL);
+}
+
+// What goes wrong on the ranks of one group of experts.
+typedef struct fault {
+    const char *at;      // the probe at which there is no memory any more, NULL: there is
+    int n_before;        // so many times it goes well
+    dpl_param_id broken; // a parameter of `layer` that is not a number; DPL_P_N: none
+    int layer;
+    bool no_step_memory;
+    dpl_status status;
+    const char *text;
+} fault;
+
+static const fault faults[] = {
+    {NULL, 0, DPL_P_ROUTER, 1, false, DPL_ENUMERIC, "rank"},
+    {NULL, 0, DPL_P_ROUTER, 3, false, DPL_ENUMERIC, "rank"},
+    {NULL, 0, DPL_P_HEAD, -1, false, DPL_ENUMERIC, "rank"},
+    {NULL, 0, DPL_P_N, 0, true, DPL_ENOMEM, "a pass over"},
+    {"attn.1", 0, DPL_P_N, 0, false, DPL_ENOMEM, "no memory for the"},
+    {"attn.2", 1, DPL_P_N, 0, false, DPL_ENOMEM, "no memory for the"},
+    {"attn.3", 0, DPL_P_N, 0, false, DPL_ENOMEM, "no memory for the"},
+    {"dhidden.3", 1, DPL_P_N, 0, false, DPL_ENOMEM, "no memory for the"},
+    {"dhidden.1", 0, DPL_P_N, 0, false, DPL_ENOMEM, "no memory for the"},
+};
+
+typedef struct prober {
+    const fault *fault;
+    dpl_model *model;
+    int n_seen;
+} prober;
+
+static void take_memory(void *arg, const char *name, bool is_int, int rank, const int64_t *sizes,
+                        const void *data) {
+    (void)is_int, (void)rank, (void)sizes, (void)data;
+    prober *p = arg;
+    if (!strcmp(name, p->fault->at) && p->n_seen++ == p->fault->n_before)
+        p->model->ranks.memory_bytes = 0;
+}
+
+static dpl_status step_with(dpl_trainer *t, const fault *f, bool bad, dpl_step_metrics *m) {
+    dpl_model *model = t->model;
+    const size_t rows_bytes = model->ranks.memory_bytes, step_bytes = t->ctx->memory_bytes;
+    prober p = {f, model, 0};
+    size_t own = 0;
+    if (bad && f->broken != DPL_P_N)
+        assert_true(dpl_param_own(model, dpl_model_param(model, f->layer, f->broken), &own) > 0);
+    float *value = bad && f->broken != DPL_P_N ? &model->params.master[own] : NULL;
+    const float before = value ? *value : 0;
+    if (value) *value = NAN;
+    if (bad && f->no_step_memory) t->ctx->memory_bytes = 1;
+    if (bad && f->at) model->probe = take_memory, model->probe_arg = &p;
+    const dpl_status status = dpl_trainer_step(t, m);
+    model->probe = NULL;
+    model->ranks.memory_bytes = rows_bytes;
+    t->ctx->memory_bytes = step_bytes;
+    if (value) *value = before;
+    return status;
+}
+
+// A rank that fails takes the others with it, wherever it is; then all go on.
+static void fail_wide(dpl_comm *comm, void *arg) {
+    const wide_job *j = arg;
+    wide_result *r = &j->results[comm->rank];
+    const bool bad = comm->rank >= comm->n_ranks - j->shape.n_expert;
+    dpl_ctx *ctx = run_ctx(1);
+    dpl_config *config = wide_config(j);
+    check_ok(dpl_ctx_join(ctx, comm));
+    dpl_trainer *t = open_wide(ctx, j, config);
+    for (size_t i = 0; i < DPL_COUNT(faults); i++) {
+        const fault *f = &faults[i];
+        if (f->at && j->shape.n_expert == 1) continue;             // no rows go anywhere
+        if (f->broken != DPL_P_N && j->shape.n_fsdp > 1) continue; // all would get it
+        const dpl_status status = step_with(t, f, bad, &r->steps[0]);
+        if (status != f->status || !strstr(dpl_error_message(), f->text))
+            fail_msg("rank %d, fault %zu: status %d, %s", comm->rank, i, status,
+                     dpl_error_message());
+    }
+    check_ok(dpl_trainer_step(t, &r->steps[0]));
+    dpl_trainer_close(&t);
+    dpl_config_close(&config);
+    dpl_ctx_close(&ctx);
+}
+
+static void one_rank_of_a_batch_ends_all(void **state) {
+    (void)state;
+    static const shape shapes[] = {{2, 1, 1, NULL}, {3, 1, 1, NULL}, {1, 1, 2, NULL},
+                                   {2, 1, 2, NULL}, {1, 2, 1, NULL}, {1, 2, 2, NULL}};
+    static wide_result results[R_MAX], one;
+    scratch_open(NULL);
+    write_wide_batch(scratch_path("wide.safetensors"));
+    const wide_job alone = {{1, 1, 1, NULL}, false, &one};
+    ranks_run("threads", 1, train_wide, (void *)(uintptr_t)&alone);
+    for (size_t i = 0; i < DPL_COUNT(shapes); i++) {
+        const wide_job j = {shapes[i], false, results};
+        ranks_run("threads", n_ranks_of(shapes[i]), fail_wide, (void *)(uintptr_t)&j);
+        assert_true(close_to(results[0].steps[0].loss, one.steps[0].loss, 1e-12));
+    }
+    scratch_close(NULL);
+}
+
 // A chain of meshes, each of which goes on from the checkpoint of the one before.
 static void checkpoints_go_to_any_mesh(void **state) {
     (void)state;
@@ -199,7 +426,6 @@ static void meshes_that_cannot_be_are_refused(void **state) {
     expect_error((shape){1, 1, 2, "ici_fsdp_parallelism=2"}, DPL_EINVAL, "do not fill a mesh");
     expect_error((shape){2, 1, 1, "ici_data_parallelism=4"}, DPL_EINVAL, "4 ranks along data");
     expect_error((shape){2, 1, 1, "dcn_expert_parallelism=0"}, DPL_EINVAL, "is 0");
-    expect_error((shape){2, 1, 1, "load_balance_scope=batch"}, DPL_ENOSUP, "load_balance_scope");
     expect_error((shape){2, 1, 1, "ranks=3"}, DPL_EINVAL, "ranks=3, but the context is of 2");
     expect_error((shape){1, 1, 2, "dcn_data_parallelism=4294967296"}, DPL_EINVAL, "along data");
 }
@@ -375,6 +601,8 @@ static void one_rank_stops_all(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_mesh_trains_alike),
+        cmocka_unit_test(batch_losses_are_those_of_one_rank),
+        cmocka_unit_test(one_rank_of_a_batch_ends_all),
         cmocka_unit_test(bf16_copies_are_gathered),
         cmocka_unit_test(depths_that_do_not_fit_stay),
         cmocka_unit_test(checkpoints_go_to_any_mesh),

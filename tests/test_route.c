@@ -416,6 +416,71 @@ static void test_aux(void **state) {
             }
 }
 
+// Rows first .. end-1 as a call of its own.
+typedef struct part {
+    size_t first, end;
+    double *own;
+} part;
+
+static void check_parts(const routing *r, dpl_ctx *ctx, const size_t *ends, size_t n_parts) {
+    const size_t n = r->rule.n_experts, n_sums = dpl_aux_n_sums(n);
+    dpl_aux aux = {DPL_BALANCE_BATCH, 0.5f, 0.25f, 3, 1, r->t};
+    double want[2], values[2] = {0, 0}, *all = calloc(n_sums, sizeof *all);
+    float *want_dlogits = calloc(r->t * n + 1, sizeof *want_dlogits);
+    part parts[8];
+    dpl_aux_losses(ctx, &r->rule, &aux, r->logits, r->score, r->ids, want, want_dlogits);
+    for (size_t i = 0; i < n_parts; i++) {
+        part *p = &parts[i];
+        *p = (part){i ? ends[i - 1] : 0, ends[i], output(n_sums, sizeof(double))};
+        aux.n_seq = p->end - p->first;
+        dpl_aux_sums(ctx, &r->rule, &aux, r->logits + p->first * n, r->score + p->first * n,
+                     r->ids + p->first * r->rule.top_k, p->own);
+        dpl_ctx_wait(ctx);
+        check_canary(p->own, n_sums, sizeof(double));
+        for (size_t j = 0; j < n_sums; j++) all[j] += p->own[j];
+    }
+    float *got = calloc(r->t * n + 1, sizeof *got);
+    for (size_t i = 0; i < n_parts; i++) {
+        const part *p = &parts[i];
+        double mine[2];
+        aux.n_seq = p->end - p->first;
+        dpl_aux_part(&r->rule, &aux, p->own, all, mine);
+        values[0] += mine[0], values[1] += mine[1];
+        dpl_aux_gradient(ctx, &r->rule, &aux, r->logits + p->first * n, r->score + p->first * n,
+                         r->ids + p->first * r->rule.top_k, all, got + p->first * n);
+    }
+    dpl_ctx_wait(ctx);
+    // The sums are fp64 of the same fp32 terms, in another order.
+    for (int i = 0; i < 2; i++) assert_near(values[i], want[i], 1e-13 * fabs(want[i]));
+    for (size_t i = 0; i < r->t * n; i++)
+        assert_near(got[i], want_dlogits[i], 4e-7 * fabs((double)want_dlogits[i]) + 1e-12);
+    for (size_t i = 0; i < n_parts; i++) free(parts[i].own);
+    free(all), free(want_dlogits), free(got);
+}
+
+// The losses of a batch are those of its parts together, whose rows may be few, none, or padding.
+static void test_aux_parts(void **state) {
+    (void)state;
+    static const dpl_route_rule rules[] = {{16, 4, 4, 2, true, true, true, 2.5f},
+                                           {9, 2, 1, 1, false, false, false, 1}};
+    static const size_t ends[][4] = {{700}, {350, 700}, {1, 400, 700}, {128, 128, 300, 700}};
+    for (size_t i = 0; i < DPL_COUNT(rules); i++)
+        for (int deferred = 0; deferred < 2; deferred++)
+            for (size_t l = 0; l < DPL_COUNT(levels); l++) {
+                dpl_ctx *ctx = open_ctx(levels[l], 2, deferred);
+                if (!ctx) continue;
+                routing r;
+                routing_open(&r, rules[i], 700, true, true);
+                for (int t = 128; t < 300; t++) r.segment[t] = 0;
+                route(ctx, &r);
+                for (size_t n = 1; n <= 4; n++) check_parts(&r, ctx, ends[n - 1], n);
+                for (int t = 0; t < 700 * (int)rules[i].top_k; t++) r.ids[t] = -1;
+                check_parts(&r, ctx, ends[3], 4); // padding alone has no loss
+                routing_close(&r);
+                dpl_ctx_close(&ctx);
+            }
+}
+
 static void test_aux_known(void **state) {
     (void)state;
     dpl_ctx *ctx = open_ctx("ref", 2, false);
@@ -799,10 +864,10 @@ int main(void) {
         cmocka_unit_test(test_known_choices), cmocka_unit_test(test_known_groups),
         cmocka_unit_test(test_ties),          cmocka_unit_test(test_bad_logits),
         cmocka_unit_test(test_aux),           cmocka_unit_test(test_aux_known),
-        cmocka_unit_test(test_permute),       cmocka_unit_test(test_rows),
-        cmocka_unit_test(test_known_rows),    cmocka_unit_test(test_far_rows),
-        cmocka_unit_test(test_threads),       cmocka_unit_test(test_row_alone),
-        cmocka_unit_test(test_deferred),
+        cmocka_unit_test(test_aux_parts),     cmocka_unit_test(test_permute),
+        cmocka_unit_test(test_rows),          cmocka_unit_test(test_known_rows),
+        cmocka_unit_test(test_far_rows),      cmocka_unit_test(test_threads),
+        cmocka_unit_test(test_row_alone),     cmocka_unit_test(test_deferred),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -223,6 +223,22 @@ void dpl_aux_losses(dpl_ctx *ctx, const dpl_route_rule *rule, const dpl_aux *aux
                     const float *logits, const float *score, const int32_t *ids, double *values_out,
                     float *dlogits);
 
+// The same for a batch (DPL_BALANCE_BATCH) whose rows are spread over several calls, say of ranks:
+// each makes sums of its own, theirs are added up, and all the calls together have the losses of
+// one that has all rows. Of `aux` the sizes are those of this call's rows.
+static inline size_t dpl_aux_n_sums(size_t n_experts) {
+    return 2 + 2 * n_experts;
+}
+void dpl_aux_sums(dpl_ctx *ctx, const dpl_route_rule *rule, const dpl_aux *aux, const float *logits,
+                  const float *score, const int32_t *ids, double *sums);
+// On the host: what the rows of `own` contribute to the losses of all.
+void dpl_aux_part(const dpl_route_rule *rule, const dpl_aux *aux, const double *own,
+                  const double *all, double values_out[2]);
+// dlogits += dscale * the gradient of the losses of all
+void dpl_aux_gradient(dpl_ctx *ctx, const dpl_route_rule *rule, const dpl_aux *aux,
+                      const float *logits, const float *score, const int32_t *ids,
+                      const double *all, float *dlogits);
+
 // Stable counting sort of the (T, K) ids by expert; slot = t * K + k; ids < 0 are skipped. offsets
 // (E + 1); slot_row (T*K): the row of a slot or -1; row_slot (T*K): the slot of a row or -1.
 void dpl_permute(dpl_ctx *ctx, const int32_t *ids, size_t n_slots, size_t n_experts,

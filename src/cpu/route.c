@@ -193,13 +193,14 @@ typedef struct aux_args {
     double *sums; // (chunks, WIDTH); the first chunk of a group then holds those of the group
     double *values_out;
     float *dlogits;
-    float z_grad; // dscale * d z-loss / d lse^2 of one token
+    const double *all; // sums that stand in for those of the rows
+    float z_grad;      // dscale * d z-loss / d lse^2 of one token
 } aux_args;
 
 // Sums of a chunk of rows. f: slots on each expert; p: probabilities, later their gradients.
 enum { TOKENS, Z, F };
 #define P(n_experts)     (F + (n_experts))
-#define WIDTH(n_experts) (F + 2 * (n_experts))
+#define WIDTH(n_experts) dpl_aux_n_sums(n_experts)
 
 static double *group_sums(const aux_args *a, size_t group) {
     return a->sums + group * a->group_chunks * WIDTH(a->rule.n_experts);
@@ -250,34 +251,58 @@ static void sum_chunk(const void *args, const dpl_part *part) {
             sum_row(a, part, group * a->group_rows + i, sums);
 }
 
-// Both losses from the sums. Leaves in p of each group dscale * d loss / d prob.
-static void finish_values(aux_args *a) {
-    const size_t n = a->rule.n_experts;
-    double n_filled = 0, n_tokens = 0, z = 0, balance = 0;
+static void add_chunks(const aux_args *a) {
+    const size_t width = WIDTH(a->rule.n_experts);
     for (size_t g = 0; g < a->n_groups; g++) {
         double *sums = group_sums(a, g);
-        for (size_t i = WIDTH(n); i < a->group_chunks * WIDTH(n); i++)
-            sums[i % WIDTH(n)] += sums[i];
+        for (size_t i = width; i < a->group_chunks * width; i++) sums[i % width] += sums[i];
+    }
+}
+
+// What `own` rows of a group contribute to the balance loss, in a mean over n_filled groups.
+// dprob (E), which may be p of `own`: dscale * d loss / d prob; NULL: not wanted.
+static double balance_part(const dpl_route_rule *rule, const dpl_aux *aux, const double *own,
+                           const double *all, double n_filled, double *dprob) {
+    const size_t n = rule->n_experts;
+    const double tokens = all[TOKENS], *p = own + P(n);
+    if (tokens == 0) return 0;
+    // E^2 times the mean over groups and experts.
+    const double factor = aux->balance_weight * (double)n / n_filled;
+    double balance = 0;
+    for (size_t e = 0; e < n; e++) {
+        const double f = all[F + e] / (tokens * (double)rule->top_k);
+        balance += factor * f * p[e] / tokens;
+        if (dprob) dprob[e] = aux->dscale * factor * f / tokens;
+    }
+    return balance;
+}
+
+static double z_factor(const dpl_aux *aux, double n_tokens) {
+    return n_tokens > 0 ? aux->z_weight / n_tokens : 0;
+}
+
+// Both losses from the sums. Leaves in p of each group dscale * d loss / d prob.
+static void finish_values(aux_args *a, double *values_out) {
+    double n_filled = 0, n_tokens = 0, z = 0, balance = 0;
+    for (size_t g = 0; g < a->n_groups; g++) {
+        const double *sums = group_sums(a, g);
         n_tokens += sums[TOKENS];
         z += sums[Z];
         n_filled += sums[TOKENS] > 0;
     }
     for (size_t g = 0; g < a->n_groups; g++) {
-        double *sums = group_sums(a, g), *p = sums + P(n);
-        const double tokens = sums[TOKENS];
-        if (tokens == 0) continue;
-        // E^2 times the mean over groups and experts.
-        const double factor = a->aux.balance_weight * (double)n / n_filled;
-        for (size_t e = 0; e < n; e++) {
-            const double f = sums[F + e] / (tokens * (double)a->rule.top_k);
-            balance += factor * f * p[e] / tokens;
-            p[e] = a->aux.dscale * factor * f / tokens;
-        }
+        double *sums = group_sums(a, g), *dprob = sums + P(a->rule.n_experts);
+        balance += balance_part(&a->rule, &a->aux, sums, sums, n_filled, dprob);
     }
-    const double z_factor = n_tokens > 0 ? a->aux.z_weight / n_tokens : 0;
-    a->z_grad = (float)(a->aux.dscale * z_factor);
-    a->values_out[0] = balance;
-    a->values_out[1] = z * z_factor;
+    a->z_grad = (float)(a->aux.dscale * z_factor(&a->aux, n_tokens));
+    values_out[0] = balance;
+    values_out[1] = z * z_factor(&a->aux, n_tokens);
+}
+
+void dpl_aux_part(const dpl_route_rule *rule, const dpl_aux *aux, const double *own,
+                  const double *all, double values_out[2]) {
+    values_out[0] = balance_part(rule, aux, own, all, 1, NULL);
+    values_out[1] = own[Z] * z_factor(aux, all[TOKENS]);
 }
 
 // dlogits += the gradient of the balance loss: through P, then through the score. f has none.
@@ -312,26 +337,80 @@ static void aux_grad_rows(const void *args, const dpl_part *part) {
     }
 }
 
-static void run_aux(dpl_ctx *ctx, const void *args) {
-    aux_args a = *(const aux_args *)args;
-    dpl_ctx_loop(ctx, (dpl_loop){sum_chunk, a.n_groups * a.group_chunks, 1}, &a);
-    finish_values(&a);
-    if (a.dlogits)
-        dpl_ctx_loop(ctx, (dpl_loop){aux_grad_rows, a.n_groups * a.group_rows, ROUTE_ROWS}, &a);
+static void sum_all_rows(dpl_ctx *ctx, const aux_args *a) {
+    dpl_ctx_loop(ctx, (dpl_loop){sum_chunk, a->n_groups * a->group_chunks, 1}, a);
+    add_chunks(a);
 }
 
-void dpl_aux_losses(dpl_ctx *ctx, const dpl_route_rule *rule, const dpl_aux *aux,
-                    const float *logits, const float *score, const int32_t *ids, double *values_out,
-                    float *dlogits) {
+static void add_gradients(dpl_ctx *ctx, const aux_args *a) {
+    dpl_ctx_loop(ctx, (dpl_loop){aux_grad_rows, a->n_groups * a->group_rows, ROUTE_ROWS}, a);
+}
+
+static void run_aux(dpl_ctx *ctx, const void *args) {
+    aux_args a = *(const aux_args *)args;
+    sum_all_rows(ctx, &a);
+    finish_values(&a, a.values_out);
+    if (a.dlogits) add_gradients(ctx, &a);
+}
+
+static void run_aux_sums(dpl_ctx *ctx, const void *args) {
+    const aux_args *a = args;
+    const size_t bytes = WIDTH(a->rule.n_experts) * sizeof *a->sums;
+    sum_all_rows(ctx, a);
+    if (a->n_groups > 0) memcpy(a->values_out, a->sums, bytes);
+    else memset(a->values_out, 0, bytes);
+}
+
+static void run_aux_gradient(dpl_ctx *ctx, const void *args) {
+    aux_args a = *(const aux_args *)args;
+    double values[2];
+    if (a.n_groups == 0) return;
+    memcpy(a.sums, a.all, WIDTH(a.rule.n_experts) * sizeof *a.sums);
+    finish_values(&a, values);
+    add_gradients(ctx, &a);
+}
+
+// The caller releases the sums' memory when the operator is submitted.
+static aux_args aux_of(dpl_ctx *ctx, const dpl_route_rule *rule, const dpl_aux *aux,
+                       const float *logits, const float *score, const int32_t *ids) {
     const bool batch = aux->kind == DPL_BALANCE_BATCH;
-    const size_t mark = dpl_ctx_mark(ctx);
-    aux_args a = {*rule, *aux, logits, score, ids, .values_out = values_out, .dlogits = dlogits};
+    aux_args a = {.rule = *rule, .aux = *aux, .logits = logits, .score = score, .ids = ids};
     a.group_rows = batch ? aux->n_batch * aux->n_seq : aux->n_seq;
     a.n_groups = a.group_rows == 0 ? 0 : batch ? 1 : aux->n_batch;
     a.group_chunks = dpl_div_up(a.group_rows, AUX_ROWS);
     a.sums = dpl_ctx_alloc(ctx,
                            a.n_groups * a.group_chunks * WIDTH(rule->n_experts) * sizeof *a.sums);
+    return a;
+}
+
+void dpl_aux_losses(dpl_ctx *ctx, const dpl_route_rule *rule, const dpl_aux *aux,
+                    const float *logits, const float *score, const int32_t *ids, double *values_out,
+                    float *dlogits) {
+    const size_t mark = dpl_ctx_mark(ctx);
+    aux_args a = aux_of(ctx, rule, aux, logits, score, ids);
+    a.values_out = values_out;
+    a.dlogits = dlogits;
     DPL_SUBMIT(ctx, run_aux, a, {values_out, 2 * sizeof *values_out});
+    dpl_ctx_release(ctx, mark);
+}
+
+void dpl_aux_sums(dpl_ctx *ctx, const dpl_route_rule *rule, const dpl_aux *aux, const float *logits,
+                  const float *score, const int32_t *ids, double *sums) {
+    const size_t mark = dpl_ctx_mark(ctx);
+    aux_args a = aux_of(ctx, rule, aux, logits, score, ids);
+    a.values_out = sums;
+    DPL_SUBMIT(ctx, run_aux_sums, a, {sums, WIDTH(rule->n_experts) * sizeof *sums});
+    dpl_ctx_release(ctx, mark);
+}
+
+void dpl_aux_gradient(dpl_ctx *ctx, const dpl_route_rule *rule, const dpl_aux *aux,
+                      const float *logits, const float *score, const int32_t *ids,
+                      const double *all, float *dlogits) {
+    const size_t mark = dpl_ctx_mark(ctx);
+    aux_args a = aux_of(ctx, rule, aux, logits, score, ids);
+    a.all = all;
+    a.dlogits = dlogits;
+    DPL_SUBMIT(ctx, run_aux_gradient, a, {0});
     dpl_ctx_release(ctx, mark);
 }
 

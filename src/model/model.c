@@ -430,6 +430,13 @@ static dpl_status read_sums(const pass *p, dpl_loss_sums *sums) {
     return DPL_OK;
 }
 
+// The ranks that end together: those of the experts; of the batch where its losses are over all.
+static dpl_comm *comm_of(const pass *p) {
+    const dpl_ep_ranks *ranks = &p->m->ranks;
+    dpl_comm *batch = p->train ? dpl_ep_batch(ranks, p->rule->balance) : NULL;
+    return batch ? batch : ranks->comm;
+}
+
 static dpl_aux aux_of(const pass *p) {
     const dpl_model_config *c = &p->m->config;
     const double n_moe = c->n_experts ? (double)(c->n_layers - c->n_dense + c->n_mtp) : 1;
@@ -462,7 +469,7 @@ static dpl_status run_pass(pass *p, dpl_loss_sums *sums) {
     head_forward(p, 0);
     for (size_t k = 1; k <= p->n_mtp; k++) DPL_TRY(mtp_forward(p, k, sums));
     // Whose loss is not finite must not leave the others alone on the way back.
-    DPL_TRY(dpl_comm_agree(m->ranks.comm, read_sums(p, sums)));
+    DPL_TRY(dpl_comm_agree(comm_of(p), read_sums(p, sums)));
     return p->train ? backward(p) : DPL_OK;
 }
 
@@ -513,7 +520,7 @@ static dpl_status start_pass(pass *p) {
     if (good == DPL_OK)
         good = dpl_model_check_memory(m, p->batch->n_batch, p->batch->n_seq, p->train);
     if (good == DPL_OK) good = dpl_model_rope_tables(m, n_positions);
-    DPL_TRY(dpl_comm_agree(m->ranks.comm, good));
+    DPL_TRY(dpl_comm_agree(comm_of(p), good));
     p->layers.batch = with_positions(m, *p->batch);
     return DPL_OK;
 }

@@ -163,7 +163,8 @@ typedef struct dpl_loss_sums {
     double xent, z;              // sums over tokens with a target
     double n_tokens;             // their number, W
     double mtp_xent, mtp_tokens; // over all depths
-    double balance, router_z;    // already weighted, normalized over this micro-batch
+    double balance, router_z;    // already weighted, normalized over this micro-batch: that of
+                                 // this rank, or its part where they are over all ranks'
 } dpl_loss_sums;
 
 /* ---- the model (model.c) ---- */

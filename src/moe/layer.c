@@ -4,7 +4,8 @@
 // there until backward is over.
 //
 // The host reads results of operators at one place only, dpl_moe_prepare(): there N is learned, a
-// logit that is not finite found, and the auxiliary losses fetched. y = round(shared + sum of the
+// logit that is not finite found, and the auxiliary losses fetched; behind it dpl_router_meet() has
+// the sums of losses that are over the batch of several ranks. y = round(shared + sum of the
 // routed rows): one fp32 sum. A gradient's time is counted under its step.
 #include "moe/moe.h"
 
@@ -17,6 +18,13 @@ static void keep_routing(dpl_ctx *ctx, dpl_moe_memory *memory, const dpl_moe_sha
     s->score = dpl_moe_keep(ctx, memory, n_logits * sizeof(float));
     s->ids = dpl_moe_keep(ctx, memory, n_slots * sizeof(int32_t));
     s->weights = dpl_moe_keep(ctx, memory, n_slots * sizeof(float));
+}
+
+static void keep_sums(dpl_ctx *ctx, dpl_moe_memory *memory, const dpl_moe_shape *shape,
+                      dpl_moe_saved *s) {
+    const size_t bytes = dpl_aux_n_sums(shape->rule.n_experts) * sizeof *s->sums;
+    s->sums = dpl_moe_keep(ctx, memory, bytes);
+    s->all = dpl_moe_keep(ctx, memory, bytes);
 }
 
 static void keep_mlp(dpl_ctx *ctx, dpl_moe_memory *memory, const dpl_moe_shape *shape,
@@ -105,12 +113,15 @@ dpl_status dpl_moe_forward_in(dpl_ctx *ctx, const dpl_ep_ranks *ranks, const dpl
                               dpl_moe_saved *saved_out, dpl_mat y) {
     const size_t before = dpl_ctx_mark(ctx);
     const dpl_phase outside = dpl_ctx_phase(ctx, DPL_PHASE_ROUTER);
+    dpl_comm *batch = aux ? dpl_ep_batch(ranks, aux->kind) : NULL;
     dpl_moe_saved s = {0};
     dpl_status status = dpl_ep_check_slots(n_tokens, shape->rule.top_k);
     keep_routing(ctx, memory, shape, ranks, status == DPL_OK ? n_tokens : 0, &s);
+    if (batch) keep_sums(ctx, memory, shape, &s);
     if (status == DPL_OK) dpl_router_forward(ctx, shape, weights, x, segment, aux, &s);
     dpl_ctx_phase(ctx, DPL_PHASE_DISPATCH);
     status = dpl_moe_prepare(ctx, s.ids, status, &s.ep, s.aux);
+    status = dpl_router_meet(ctx, shape, aux, status, &s);
     if (status == DPL_OK) {
         s.experts.groups = (dpl_groups){s.ep.n_local, s.ep.n_rows, s.ep.offsets};
         s.experts.gate_up_w = weights->gate_up;
@@ -122,6 +133,8 @@ dpl_status dpl_moe_forward_in(dpl_ctx *ctx, const dpl_ep_ranks *ranks, const dpl
         if (status == DPL_OK) keep_rows(ctx, memory, shape, &s);
         const size_t mark = dpl_ctx_mark(ctx);
         status = run(ctx, shape, status, x, &s, y);
+        // The rest of the batch's ranks learn of it where they meet next.
+        if (status != DPL_OK && batch) status = dpl_comm_agree(batch, status);
         dpl_ctx_release(ctx, mark);
     }
     dpl_ctx_phase(ctx, outside);

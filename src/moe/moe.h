@@ -46,6 +46,7 @@ typedef struct dpl_ep_ranks {
     size_t n_hosts;      // whose ranks have memory in common
     int *host;           // (R): number of its host
     size_t memory_bytes; // of this machine: rows that it cannot hold are refused
+    dpl_comm *batch; // all ranks with rows of a micro-batch, `comm`'s among them; NULL: this one
 } dpl_ep_ranks;
 
 // The expert-parallel exchange of one call. Arrays are host memory unless they say otherwise.
@@ -89,6 +90,8 @@ typedef struct dpl_moe_saved {
     dpl_mlp experts, shared; // blocks kept by forward, each with what it was called with
     void *rows;              // with more ranks than one: the block of the window that experts.x is
     double aux[2];           // balance loss and router z-loss, host, weighted
+    // Of batch losses over several ranks, for which aux is this rank's part; else NULL:
+    double *sums, *all; // (dpl_aux_n_sums()) of its rows, and of those of all ranks
 } dpl_moe_saved;
 
 /* ---- router.c ---- */
@@ -100,6 +103,16 @@ void dpl_router_forward(dpl_ctx *ctx, const dpl_moe_shape *shape, const dpl_moe_
 void dpl_router_backward(dpl_ctx *ctx, const dpl_moe_shape *shape, const dpl_moe_weights *weights,
                          dpl_mat x, const dpl_aux *aux, const dpl_moe_saved *saved,
                          const float *dweights, dpl_mat dx);
+
+// Batch losses over several ranks: adds up their sums; else does nothing. Collective over the ranks
+// of the batch, of which each goes on as all do; `mine`: what this one has found so far.
+dpl_status dpl_router_meet(dpl_ctx *ctx, const dpl_moe_shape *shape, const dpl_aux *aux,
+                           dpl_status mine, dpl_moe_saved *saved);
+// The ranks over which losses of this kind are; NULL: this one alone.
+static inline dpl_comm *dpl_ep_batch(const dpl_ep_ranks *ranks, dpl_balance_kind kind) {
+    const bool spread = ranks->batch && ranks->batch->n_ranks > 1;
+    return spread && kind == DPL_BALANCE_BATCH ? ranks->batch : NULL;
+}
 
 /* ---- permute.c ---- */
 // A block that is kept for backward.
@@ -180,7 +193,8 @@ void dpl_experts_backward(dpl_ctx *ctx, const dpl_mlp *mlp, dpl_mat dy, dpl_mat 
 /* ---- layer.c: the whole path, shared expert included ---- */
 // Bytes of memory that are enough for any routing of n_tokens, with one rank.
 size_t dpl_moe_saved_bytes(const dpl_moe_shape *shape, size_t n_tokens);
-// y (T, D) = routed + shared. The blocks of `saved` come from `memory`.
+// y (T, D) = routed + shared. The blocks of `saved` come from `memory`. Collective, with batch
+// losses over all ranks of the batch, which then also fail together.
 dpl_status dpl_moe_forward_in(dpl_ctx *ctx, const dpl_ep_ranks *ranks, const dpl_moe_shape *shape,
                               const dpl_moe_weights *weights, dpl_mat x, size_t n_tokens,
                               const int32_t *segment, const dpl_aux *aux, dpl_moe_memory *memory,

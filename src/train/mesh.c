@@ -67,16 +67,12 @@ dpl_status dpl_mesh_open(const dpl_options *o, dpl_comm *comm, dpl_mesh *mesh) {
     return dpl_comm_split(mesh->world, data, &mesh->whole);
 }
 
-dpl_status dpl_mesh_check(const dpl_mesh *mesh, const dpl_options *o, size_t n_experts) {
+dpl_status dpl_mesh_check(const dpl_mesh *mesh, size_t n_experts) {
     const size_t n = (size_t)mesh->n_expert;
     DPL_CHECK(n == 1 || (n_experts > 0 && n_experts % n == 0),
               "%zu experts over %zu ranks (ici_expert_parallelism), expected a number of experts "
               "that it divides",
               n_experts, n);
-    DPL_EXPECT(mesh->world->n_ranks == 1 || !dpl_is(o->load_balance_scope, "batch") ||
-                   o->moe_use_megatron_seq_aux_loss || o->load_balance_loss_weight == 0,
-               DPL_ENOSUP, "load_balance_scope=batch over %d ranks, expected sequence",
-               mesh->world->n_ranks);
     return DPL_OK;
 }
 

@@ -33,6 +33,7 @@ static dpl_status run_micros(dpl_model *model, const dpl_loss_rule *rule, const 
     const double n_tokens = sums->n_tokens, n_mtp = sums->mtp_tokens;
     const double scale = n_tokens > 0 ? 1 / n_tokens : 0;
     const double mtp_scale = n_mtp > 0 ? rule->mtp_weight / n_mtp : 0;
+    dpl_comm *together = dpl_ep_batch(&model->ranks, rule->balance);
     dpl_status status = DPL_OK;
     for (size_t j = 0; j < n_micros; j++) {
         if (j + 1 == n_micros) dpl_model_end_step(model);
@@ -42,9 +43,12 @@ static dpl_status run_micros(dpl_model *model, const dpl_loss_rule *rule, const 
         }
         for (size_t row = 0; micro && row < micro->n_batch; row++) // strided, as MaxText splits
             dpl_tokens_copy_row(batch, j + row * n_micros, micro, row);
-        const double share = n_tokens > 0 ? dpl_batch_targets(&piece, 0) / n_tokens : 0;
+        double n = dpl_batch_targets(&piece, 0);
+        if (together) DPL_TRY(dpl_comm_sum_f64(together, &n, 1)); // a failure is that of all
+        const double share = n_tokens > 0 ? n / n_tokens : 0;
         dpl_loss_sums s;
         status = dpl_model_train_micro(model, &piece, rule, scale, mtp_scale, share, &s);
+        if (together) status = dpl_comm_agree(together, status); // none goes on alone
         if (status != DPL_OK) continue;
         sums->xent += s.xent;
         sums->z += s.z;
@@ -56,7 +60,8 @@ static dpl_status run_micros(dpl_model *model, const dpl_loss_rule *rule, const 
 }
 
 // Auxiliary losses are averaged by the micro-batches' loss tokens: the part of the batch that has
-// none contributes nothing.
+// none contributes nothing. Where they are over the batch, a micro-batch is that of all ranks
+// together, which each contribute what their rows have in its losses.
 dpl_status dpl_train_pass(dpl_model *model, const dpl_mesh *mesh, const dpl_loss_rule *rule,
                           const dpl_tokens *batch, dpl_tokens *micro, dpl_loss_sums *sums) {
     const dpl_batch whole = batch_of(batch);
@@ -66,9 +71,11 @@ dpl_status dpl_train_pass(dpl_model *model, const dpl_mesh *mesh, const dpl_loss
     *sums = (dpl_loss_sums){.n_tokens = n[0], .mtp_tokens = n[1]};
     memset(model->counts, 0, count_elems(model) * sizeof *model->counts);
     dpl_model_zero_grads(model);
-    const dpl_status status = run_micros(model, rule, batch, micro, sums);
+    dpl_status status = run_micros(model, rule, batch, micro, sums);
     if (!mesh) return status;
-    DPL_TRY(dpl_comm_agree(mesh->world, status));
+    if (!dpl_ep_batch(&model->ranks, rule->balance)) // else they have agreed
+        status = dpl_comm_agree(mesh->world, status);
+    DPL_TRY(status);
     return add_ranks(model, mesh, sums);
 }
 

@@ -177,7 +177,7 @@ typedef struct dpl_mesh {
 // comm NULL: one rank. Collective. `mesh` is zero before, and closed after a failure too.
 dpl_status dpl_mesh_open(const dpl_options *o, dpl_comm *comm, dpl_mesh *mesh);
 // What does not fit the mesh.
-dpl_status dpl_mesh_check(const dpl_mesh *mesh, const dpl_options *o, size_t n_experts);
+dpl_status dpl_mesh_check(const dpl_mesh *mesh, size_t n_experts);
 void dpl_mesh_close(dpl_mesh *mesh);
 bool dpl_mesh_is_first(const dpl_mesh *mesh); // the rank that writes files and speaks
 // DPL_EINVAL names a rank whose configuration, or what else decides (`more`), is another.

@@ -71,10 +71,11 @@ static dpl_status open_model(dpl_trainer *t, const origin *from) {
     dpl_model_config sizes;
     if (from->dir[0]) DPL_TRY(dpl_config_adopt(t->config, from->dir, &sizes));
     else DPL_TRY(dpl_config_model(t->config, &sizes));
-    DPL_TRY(dpl_mesh_check(&t->mesh, t->o, sizes.n_experts));
+    DPL_TRY(dpl_mesh_check(&t->mesh, sizes.n_experts));
     DPL_TRY(dpl_ctx_set_precision(t->ctx, t->o->matmul_precision));
     DPL_TRY(dpl_model_create_spread(t->ctx, &t->mesh.model, &sizes, dpl_options_dtype(t->o),
                                     &t->model));
+    t->model->ranks.batch = t->mesh.world;
     DPL_TRY(dpl_model_begin_training(t->model));
     if (dpl_mesh_is_first(&t->mesh)) dpl_options_warn(t->o, &sizes);
     if (!from->dir[0]) return dpl_options_init(t->o, t->model);
