@@ -203,7 +203,8 @@ const cli_command cli_train = {
     "checkpoint already, training goes on after the newest one. Ctrl-C or SIGTERM finishes the\n"
     "step, writes a checkpoint and exits with 0; a second one exits at once.\n"
     "ranks=N trains on N ranks in this process; under mpirun, mpiexec or srun each process is\n"
-    "one. ici_expert_parallelism and ici_data_parallelism say what they share.",
+    "one. ici_expert_parallelism, ici_fsdp_parallelism and ici_data_parallelism say what they\n"
+    "share (docs/distributed.md).",
     train,
     1,
     {CLI_FLAG(NULL, NULL)},

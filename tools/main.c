@@ -29,7 +29,8 @@ int cli_usage(const cli_command *command, const char *format, ...) {
 }
 
 int cli_fail(void) {
-    fprintf(stderr, "dropless: %s\n", dpl_error_message());
+    const char *text = dpl_error_message(); // only what has no memory has no words
+    fprintf(stderr, "dropless: %s\n", *text ? text : dpl_status_text(DPL_ENOMEM));
     return CLI_FAILURE;
 }
 
