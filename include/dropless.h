@@ -127,6 +127,18 @@ DPL_API void dpl_comm_abort(dpl_comm *comm, const char *why);
  * are not above 0 change nothing. */
 DPL_API void dpl_comm_set_timeout(dpl_comm *comm, double seconds);
 
+/** Whether a thread makes progress on what this rank sends and receives while the rank computes, so
+ * that exchanges go on meanwhile. Without it they do so while the rank waits. Results are the same.
+ * @param comm      Any communicator of this rank: the thread is for all that it exchanges. It ends
+ *                  with the last of them, or with 0. NULL, or one rank: there is none.
+ * @param n_threads 0, as at first, or 1. Ranks may differ.
+ * @return DPL_EINVAL any other number; DPL_ENOMEM the system gives no thread. Where MPI was started
+ *         with less than MPI_THREAD_SERIALIZED there is none: DPL_OK, and rank 0 logs a notice.
+ * Collective: no. Called by the rank's own thread, as everything else; what the lane finds wrong is
+ * returned by the rank's next call. Deterministic: yes. Cost: while something is under way the
+ * thread wakes some thousand times a second, about 2 % of a processor; else it sleeps. */
+DPL_API dpl_status dpl_comm_set_lane_threads(dpl_comm *comm, int n_threads);
+
 /* ---- 3 operators of one layer -------------------------------------------------------------- */
 /** Element type of tokens, and of the weights in compute. */
 typedef enum dpl_dtype { DPL_F32, DPL_BF16 } dpl_dtype;

@@ -4,6 +4,7 @@
 #include <stddef.h>
 #include <cmocka.h>
 
+#include <dirent.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <unistd.h>
@@ -71,8 +72,9 @@ static void blocks_arrive_at_their_places(void **state) {
 // More than a communicator has under way at a time, waited for in another order.
 static void exchange_at_once(dpl_comm *comm, void *arg) {
     (void)arg;
-    enum { N = 12 };
-    static const int order[N] = {3, 0, 11, 1, 2, 7, 10, 4, 5, 6, 9, 8};
+    enum { N = DPL_OPS_MAX + 4 };
+    static const int order[N] = {3,  0, 11, 1,  2, 7,  10, 4,  19, 5,
+                                 18, 6, 9,  12, 8, 15, 14, 17, 13, 16};
     exchange *e = calloc(N, sizeof *e);
     for (int i = 0; i < N; i++) start_exchange(comm, i, &e[i]);
     for (int i = 0; i < N; i++) check_exchange(comm, order[i], &e[order[i]]);
@@ -82,6 +84,57 @@ static void exchange_at_once(dpl_comm *comm, void *arg) {
 static void many_may_be_under_way(void **state) {
     (void)state;
     ranks_run_all(exchange_at_once, NULL);
+}
+
+// With lanes, switched on and off; what a rank has started is done while it does something else.
+static void exchange_on_lanes(dpl_comm *comm, void *arg) {
+    (void)arg;
+    exchange *e = calloc(1, sizeof *e);
+    for (int lanes = 1; lanes >= 0; lanes--) {
+        assert_int_equal(dpl_comm_set_lane_threads(comm, lanes), DPL_OK);
+        assert_int_equal(dpl_comm_set_lane_threads(comm, lanes), DPL_OK);
+        exchange_in_turn(comm, NULL);
+        exchange_at_once(comm, NULL);
+    }
+    assert_int_equal(dpl_comm_set_lane_threads(comm, 2), DPL_EINVAL);
+    assert_int_equal(dpl_comm_set_lane_threads(comm, 1), DPL_OK);
+    start_exchange(comm, 1, e);
+    bool done = comm->n_ranks == 1;
+    for (int i = 0; i < 10000 && !done; i++) {
+        usleep(1000);
+        pthread_mutex_lock(&comm->world->lock);
+        done = comm->flying->done;
+        pthread_mutex_unlock(&comm->world->lock);
+    }
+    assert_true(done);
+    check_exchange(comm, 1, e);
+    while (!dpl_comm_is_done(comm, e->ticket)) continue; // as one that has been waited for is
+    assert_int_equal(dpl_comm_barrier(comm), DPL_OK);
+    if (dpl_comm_launcher()) assert_int_equal(dpl_comm_set_lane_threads(comm, 0), DPL_OK);
+    free(e);
+}
+
+static int count_threads(void) {
+    int n = 0;
+    DIR *dir = opendir("/proc/self/task");
+    while (dir && readdir(dir)) n++;
+    if (dir) closedir(dir);
+    return n;
+}
+
+static void no_lane(dpl_comm *comm, void *arg) {
+    (void)arg;
+    const int before = count_threads();
+    assert_int_equal(dpl_comm_set_lane_threads(comm, 1), DPL_OK);
+    exchange_in_turn(comm, NULL);
+    assert_int_equal(count_threads(), before);
+}
+
+static void lanes_make_progress(void **state) {
+    (void)state;
+    ranks_run_all(exchange_on_lanes, NULL);
+    ranks_run("self", 1, no_lane, NULL);
+    assert_int_equal(dpl_comm_set_lane_threads(NULL, 1), DPL_OK);
 }
 
 static void exchange_much(dpl_comm *comm, void *arg) {
@@ -229,9 +282,9 @@ static void every_rank_gets_the_same_error(void **state) {
 
 // One rank aborts while the others are in an exchange or come to it later.
 static void abort_one(dpl_comm *comm, void *arg) {
-    (void)arg;
     uint8_t all[R_MAX];
     const int bad = comm->n_ranks - 1;
+    if (arg) assert_int_equal(dpl_comm_set_lane_threads(comm, 1), DPL_OK);
     if (comm->rank == bad) dpl_comm_abort(comm, "disk is gone");
     else if (comm->rank % 2) usleep(2000);
     const uint8_t mine = 1;
@@ -249,12 +302,13 @@ static void after_an_abort_every_call_fails(void **state) {
     (void)state;
     if (dpl_comm_launcher()) skip(); // it is the end of all of MPI's ranks
     ranks_run_all(abort_one, NULL);
+    ranks_run_all(abort_one, (char[]){"on lanes"});
 }
 
 // Who stays away is named, by all who wait for it.
 static void stay_away(dpl_comm *comm, void *arg) {
-    (void)arg;
     const int away = comm->n_ranks / 2;
+    if (arg) assert_int_equal(dpl_comm_set_lane_threads(comm, 1), DPL_OK);
     if (comm->n_ranks == 1) return;
     dpl_comm_set_timeout(comm, 0.2);
     if (comm->rank == away) usleep(500000);
@@ -268,6 +322,7 @@ static void a_silent_rank_is_named(void **state) {
     (void)state;
     if (dpl_comm_launcher()) skip();
     ranks_run_all(stay_away, NULL);
+    ranks_run("threads", 3, stay_away, (char[]){"on lanes"});
 }
 
 // Who is long at a file and says so is waited for.
@@ -387,6 +442,10 @@ static void opening_fails_whole(void **state) {
     dpl_fault_alloc(0);
     assert_int_equal(status, DPL_OK);
     assert_true(nth > 6);
+    dpl_fault_alloc(1);
+    assert_int_equal(dpl_comm_set_lane_threads(comms[0], 1), DPL_ENOMEM);
+    dpl_fault_alloc(0);
+    assert_int_equal(dpl_comm_set_lane_threads(comms[1], 1), DPL_OK); // ends with its communicator
     for (int r = 0; r < 3; r++) {
         assert_int_equal(dpl_comm_rank(comms[r]), r);
         assert_int_equal(dpl_comm_ranks(comms[r]), 3);
@@ -419,6 +478,7 @@ int main(int argc, char **argv) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(blocks_arrive_at_their_places),
         cmocka_unit_test(many_may_be_under_way),
+        cmocka_unit_test(lanes_make_progress),
         cmocka_unit_test(megabytes_arrive),
         cmocka_unit_test(every_rank_gets_all_contributions),
         cmocka_unit_test(a_barrier_holds_all),

@@ -163,6 +163,7 @@ void dpl_comm_close(dpl_comm **comm) {
     dpl_comm *c = *comm;
     dpl_world *world = c->world;
     pthread_mutex_lock(&world->lock);
+    if (world->comms == c && !c->next) dpl_lane_close(world);
     dpl_comm **at = &world->comms;
     while (*at != c) at = &(*at)->next;
     *at = c->next;
@@ -243,10 +244,14 @@ void dpl_comm_set_timeout(dpl_comm *comm, double seconds) {
 }
 
 /* ---- progress ---- */
-static void advance_all(dpl_world *world) {
+bool dpl_world_advance(dpl_world *world) {
+    bool is_flying = false;
     for (dpl_comm *comm = world->comms; comm && world->failed == DPL_OK; comm = comm->next)
-        for (dpl_op *op = comm->flying; op && world->failed == DPL_OK; op = op->next)
+        for (dpl_op *op = comm->flying; op && world->failed == DPL_OK; op = op->next) {
             if (!op->done && !op->withdrawn) world->ops->advance(comm, op);
+            is_flying |= !op->done && !op->withdrawn;
+        }
+    return is_flying && world->failed == DPL_OK;
 }
 
 // The first rank that an exchange waits for: it has sent nothing, or not taken what this one sent.
@@ -281,18 +286,21 @@ static bool is_done(const dpl_comm *comm, uint64_t id, const dpl_op **op_out) {
 static dpl_status wait_locked(dpl_comm *comm, uint64_t id) {
     dpl_world *world = comm->world;
     double last = dpl_now();
+    const dpl_op *op;
     world->quiet_s = 0;
     for (unsigned n_rests = 0;; n_rests++) {
-        const dpl_op *op;
         const uint32_t seen = world->ops->look(world);
-        advance_all(world);
-        if (is_done(comm, id, &op)) return DPL_OK; // even if somebody has failed since
-        if (world->failed != DPL_OK) return failure(world);
+        dpl_world_advance(world);
+        if (is_done(comm, id, &op) || world->failed != DPL_OK) break;
         if ((world->quiet_s += awake_s(&last)) > world->timeout_s) fail_of_silence(comm, op);
+        world->waits = true;
         pthread_mutex_unlock(&world->lock);
         world->ops->rest(world, seen, n_rests);
         pthread_mutex_lock(&world->lock);
     }
+    if (world->lane && world->waits) dpl_lane_wake(world);
+    world->waits = false;
+    return is_done(comm, id, &op) ? DPL_OK : failure(world); // even if somebody has failed since
 }
 
 /* ---- exchanges ---- */
@@ -346,6 +354,7 @@ static dpl_status start_locked(dpl_comm *comm, dpl_blocks send, dpl_blocks recei
     while (*last) last = &(*last)->next;
     *last = op;
     comm->world->ops->start(comm, op);
+    if (comm->world->lane && !op->done) dpl_lane_wake(comm->world);
     *ticket_out = (dpl_ticket){op->id};
     return failure(comm->world);
 }
@@ -402,6 +411,18 @@ dpl_status dpl_comm_wait(dpl_comm *comm, dpl_ticket ticket) {
     }
     pthread_mutex_unlock(&comm->world->lock);
     return status;
+}
+
+bool dpl_comm_is_done(dpl_comm *comm, dpl_ticket ticket) {
+    dpl_world *world = comm->world;
+    const dpl_op *op;
+    if (!ticket.id) return true;
+    pthread_mutex_lock(&world->lock);
+    world->ops->look(world);
+    dpl_world_advance(world);
+    const bool done = is_done(comm, ticket.id, &op) || world->failed != DPL_OK;
+    pthread_mutex_unlock(&world->lock);
+    return done;
 }
 
 dpl_status dpl_comm_gather_now(dpl_comm *comm, const void *send, size_t bytes, void *receive) {

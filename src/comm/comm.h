@@ -1,10 +1,11 @@
 // comm.h - the communicator: ranks that exchange bytes. A transport is one file, one const table.
 //
 // An exchange is started and waited for: a start returns a ticket, wait completes it, and every
-// wait makes progress on everything that this rank has started, in whatever communicator. All ranks
-// of a communicator start the same exchanges in the same order. A transport moves bytes and nothing
-// else: sums and agreements are made here, in the order of ranks, so all transports give the same
-// bits.
+// wait makes progress on everything that this rank has started, in whatever communicator. So does a
+// lane (lane.c), a thread that does nothing else, where there is one; nothing depends on it. All
+// ranks of a communicator start the same exchanges in the same order. A transport moves bytes and
+// nothing else: sums and agreements are made here, in the order of ranks, so all transports give
+// the same bits.
 //
 // Errors agree: a rank that fails passes its status through dpl_comm_agree() where all ranks meet,
 // or aborts, and then every call of every rank fails with its text. So does a rank that the others
@@ -41,7 +42,7 @@ typedef struct dpl_op {
 } dpl_op;
 
 // Exchanges of one communicator that may be under way at a time; a further one waits for the first.
-#define DPL_OPS_MAX   8
+#define DPL_OPS_MAX   16
 #define DPL_RANKS_MAX 4096
 
 struct dpl_comm {
@@ -72,6 +73,7 @@ typedef struct dpl_comm_ops {
     // Looks for an abort; what it returns changes when there may be something new.
     uint32_t (*look)(dpl_world *world);
     // Waits a little, at most until `seen` is no longer what look() would return. Without the lock.
+    // n_rests DPL_RESTS_LANE: a lane, which sleeps so long that it costs little.
     void (*rest)(dpl_world *world, uint32_t seen, unsigned n_rests);
     void (*abort)(dpl_world *world, const char *why); // tells the others
     // Tells the others that this rank is alive: each one's look() sets its quiet_s to 0.
@@ -82,6 +84,8 @@ typedef struct dpl_comm_ops {
     void (*leave)(dpl_world *world); // the last of a world
 } dpl_comm_ops;
 
+#define DPL_RESTS_LANE UINT32_MAX
+
 // What all communicators of a rank share.
 struct dpl_world {
     const dpl_comm_ops *ops;
@@ -91,9 +95,12 @@ struct dpl_world {
     pthread_mutex_t lock;
     dpl_comm *comms;
     int next_id;
-    double quiet_s;       // how long this rank has waited since something last came
-    double greeted;       // when
-    uint32_t n_greetings; // of the transport: that it has seen
+    bool no_lane;          // the transport may be called by the thread that opened it alone
+    bool waits;            // that thread is in a wait, where it makes progress itself
+    struct dpl_lane *lane; // NULL: none
+    double quiet_s;        // how long this rank has waited since something last came
+    double greeted;        // when
+    uint32_t n_greetings;  // of the transport: that it has seen
     dpl_status failed;
     char why[512];
 };
@@ -126,6 +133,8 @@ dpl_status dpl_comm_wait(dpl_comm *comm, dpl_ticket ticket);
 // The same two, waited for.
 dpl_status dpl_comm_gather_now(dpl_comm *comm, const void *send, size_t bytes, void *receive);
 dpl_status dpl_comm_barrier(dpl_comm *comm);
+// Makes progress and waits for nobody. After a failure everything is done: the wait says so.
+bool dpl_comm_is_done(dpl_comm *comm, dpl_ticket ticket);
 
 /* ---- sums: x (n) of all ranks, in the order of ranks, the same bits everywhere ---- */
 dpl_status dpl_comm_sum_f64(dpl_comm *comm, double *x, size_t n);
@@ -144,6 +153,12 @@ void dpl_comm_alive(dpl_comm *comm);
 // Frees memory that ranks of this process reach in each other's place: after a failure a peer may
 // still be at it.
 void dpl_comm_keep(dpl_comm *comm, void (*free)(void *p), void *p);
+/* ---- lane.c: called with the world's lock held ---- */
+// On what is under way; none: nothing is.
+bool dpl_world_advance(dpl_world *world);
+void dpl_lane_wake(dpl_world *world);  // something was started, or a wait is over
+void dpl_lane_close(dpl_world *world); // gives the lock away meanwhile
+
 // For transports: why every further call fails. The first reason stays.
 void dpl_world_fail(dpl_world *world, dpl_status status, const char *format, ...)
     __attribute__((format(printf, 3, 4)));

@@ -15,6 +15,7 @@
 
 #define PIECE_BYTES ((size_t)1 << 30) // counts of MPI are ints
 #define SPINS       1000
+#define LANE_US     400 // a look costs some 15 us: about 2 % of a processor
 #define LINGER_S    0.3 // so that the others can say why before a launcher ends them
 #define WITHDRAW_S  0.1
 
@@ -221,7 +222,8 @@ static void rest(dpl_world *world, uint32_t seen, unsigned n_rests) {
     (void)seen;
     const mpi_world *w = world->state;
     if (w->spins && n_rests < SPINS) return;
-    if (n_rests < 2 * SPINS) sched_yield();
+    if (n_rests == DPL_RESTS_LANE) usleep(LANE_US);
+    else if (n_rests < 2 * SPINS) sched_yield();
     else usleep(50);
 }
 
@@ -290,7 +292,7 @@ static bool has_processors(void) {
     return n <= n_cpus;
 }
 
-static dpl_status start_mpi(bool *owns_out) {
+static dpl_status start_mpi(bool *owns_out, int *level_out) {
     int is_started = 0, is_over = 0, level = MPI_THREAD_SINGLE;
     MPI_Finalized(&is_over);
     if (is_over) return host->fail(DPL_ECOMM, "MPI has ended in this process");
@@ -298,6 +300,8 @@ static dpl_status start_mpi(bool *owns_out) {
     if (!is_started && MPI_Init_thread(NULL, NULL, MPI_THREAD_SERIALIZED, &level) != MPI_SUCCESS)
         return host->fail(DPL_ECOMM, "MPI_Init_thread failed");
     *owns_out = !is_started;
+    if (is_started) MPI_Query_thread(&level);
+    *level_out = level;
     if (is_started) return DPL_OK; // what errors do is that program's choice
     // Of calls that name no communicator.
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
@@ -315,8 +319,8 @@ dpl_status dpl_comm_module_open(const dpl_comm_host *from, dpl_comm **comm_out) 
                           DPL_COMM_MODULE_VERSION, host->version);
     mpi_world *w = host->alloc(sizeof *w);
     if (!w) return host->fail(DPL_ENOMEM, "no memory for a communicator");
-    dpl_status status = start_mpi(&w->owns);
-    int rank = 0, n_ranks = 1, found = 0, *most;
+    int rank = 0, n_ranks = 1, found = 0, level = 0, *most;
+    dpl_status status = start_mpi(&w->owns, &level);
     if (status == DPL_OK && (MPI_Comm_dup(MPI_COMM_WORLD, &w->all) != MPI_SUCCESS ||
                              MPI_Comm_dup(MPI_COMM_WORLD, &w->control) != MPI_SUCCESS))
         status = host->fail(DPL_ECOMM, "MPI_Comm_dup failed");
@@ -337,5 +341,6 @@ dpl_status dpl_comm_module_open(const dpl_comm_host *from, dpl_comm **comm_out) 
     status = w->greetings ? host->world_open(&mpi, rank, n_ranks, w, NULL, comm_out)
                           : host->fail(DPL_ENOMEM, "no memory for a communicator");
     if (status == DPL_OK) listen((*comm_out)->world);
+    if (status == DPL_OK) (*comm_out)->world->no_lane = level < MPI_THREAD_SERIALIZED;
     return status;
 }

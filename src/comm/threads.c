@@ -157,7 +157,7 @@ static void rest(dpl_world *world, uint32_t seen, unsigned n_rests) {
         return;
     }
     atomic_fetch_add(&h->n_asleep, 1);
-    dpl_futex_wait(&h->n_events, seen, 10e-3);
+    dpl_futex_wait(&h->n_events, seen, n_rests == DPL_RESTS_LANE ? 1e-3 : 10e-3);
     atomic_fetch_sub(&h->n_asleep, 1);
 }
 
