@@ -7,6 +7,7 @@
 #include <stddef.h>
 #include <cmocka.h>
 
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -20,6 +21,7 @@ typedef enum load_kind {
     NONE,     // some ranks without tokens
     ONE,      // every token chooses the same experts, of one rank
     SKIPPED,  // padding among the tokens
+    ZIPF,     // expert e about as often as 1 / (e + 1)
     LOPSIDED, // an uneven number of experts, some ranks without any
     LOAD_N
 } load_kind;
@@ -36,6 +38,9 @@ typedef struct scene {
     load_kind load;
     bool deferred;
     islands islands;
+    size_t n_chunks; // 0: 1
+    bool lane;
+    bool reduces;
 } scene;
 
 static void scene_open(scene *s, load_kind load, dpl_dtype dtype) {
@@ -45,6 +50,7 @@ static void scene_open(scene *s, load_kind load, dpl_dtype dtype) {
     *s = (scene){.load = load};
     lab_open(&rule, &s->all);
     for (size_t e = 7; load == ONE && e < 10; e++) s->all.bias[e] = 100;
+    for (size_t e = 0; load == ZIPF && e < 10; e++) s->all.bias[e] = 2.0f / (float)(e + 1);
     s->all.segment = dpl_alloc_array(rule.t, sizeof *s->all.segment);
     for (size_t t = 0; t < rule.t; t++) s->all.segment[t] = load != SKIPPED || t % 4 != 1;
     dpl_ctx *ctx = lab_ctx(1, false, NULL);
@@ -92,6 +98,40 @@ static dpl_weight slice(const dpl_weight *all, size_t first, size_t n, float **g
     return w;
 }
 
+// In chunks a gradient has the same terms in another order: its fp32 sums, of at most T terms and
+// the chunks, each round by 2^-24 of what is of the size of the result.
+static void check_sums_of(const char *what, const scene *s, int rank, const float *is,
+                          const float *expected, size_t n) {
+    double difference = 0, all = 0;
+    for (size_t i = 0; i < n; i++) {
+        difference += ((double)is[i] - expected[i]) * ((double)is[i] - expected[i]);
+        all += (double)expected[i] * expected[i];
+    }
+    const double terms = (double)(s->all.rule.t + s->n_chunks), bound = terms * 0x1p-24;
+    if (difference > bound * bound * all)
+        fail_msg("load %d, rank %d, %zu chunks: %s differs by %g of itself, expected at most %g",
+                 (int)s->load, rank, s->n_chunks, what, sqrt(difference / all), bound);
+}
+
+// Sums of rows on their host round to the type of rows once more, each as much as half its last
+// place; y rounds again.
+static void check_reduced(const char *what, const scene *s, int rank, const void *is,
+                          const void *expected, size_t n, dpl_dtype dtype) {
+    double difference = 0, all = 0;
+    for (size_t i = 0; i < n; i++) {
+        const float a = dtype == DPL_F32 ? ((const float *)is)[i]
+                                         : dpl_bf16_to_f32(((const uint16_t *)is)[i]);
+        const float b = dtype == DPL_F32 ? ((const float *)expected)[i]
+                                         : dpl_bf16_to_f32(((const uint16_t *)expected)[i]);
+        difference += ((double)a - b) * ((double)a - b);
+        all += (double)b * b;
+    }
+    const double bound = s->all.rule.dtype == DPL_F32 ? 0x1p-22 : 0x1p-7;
+    if (!(difference <= bound * bound * all))
+        fail_msg("load %d, rank %d: %s differs by %g of itself, expected at most %g", (int)s->load,
+                 rank, what, sqrt(difference / all), bound);
+}
+
 static void check_rows(const char *what, const scene *s, int rank, const void *is,
                        const void *expected, size_t bytes) {
     if (memcmp(is, expected, bytes) == 0) return;
@@ -115,6 +155,9 @@ static void run_rank(dpl_comm *comm, void *arg) {
                                        s->load == LOPSIDED ? n_local : NULL,
                                        island_of(s, comm->rank), 0, DPL_OK, &ranks),
                      DPL_OK);
+    ranks.n_chunks = s->n_chunks;
+    ranks.reduces = s->reduces;
+    assert_int_equal(dpl_comm_set_lane_threads(comm, s->lane), DPL_OK);
     const size_t first = ranks.first[comm->rank], n = dpl_ep_local_experts(&ranks);
     dpl_moe_weights w = all->weights;
     float *grads[5];
@@ -139,14 +182,26 @@ static void run_rank(dpl_comm *comm, void *arg) {
             DPL_OK);
         dpl_ctx_wait(ctx);
         dpl_moe_forget(&saved);
-        check_rows("y", s, comm->rank, y, (const uint8_t *)all->y + at * d * item, T * d * item);
-        check_rows("dx", s, comm->rank, dx, all->dx + at * d, T * d * sizeof *dx);
+        if (s->reduces) {
+            check_reduced("y", s, comm->rank, y, (const uint8_t *)all->y + at * d * item, T * d,
+                          x.dtype);
+            check_reduced("dx", s, comm->rank, dx, all->dx + at * d, T * d, DPL_F32);
+        } else {
+            check_rows("y", s, comm->rank, y, (const uint8_t *)all->y + at * d * item,
+                       T * d * item);
+            check_rows("dx", s, comm->rank, dx, all->dx + at * d, T * d * sizeof *dx);
+        }
         if (round > 0) break;
         const size_t up = dpl_panel_elems(w.gate_up.n, d), down = dpl_panel_elems(d, w.down.k);
-        check_rows("gradient of gate_up", s, comm->rank, grads[0],
-                   all->weights.gate_up.grad + first * up, n * up * sizeof(float));
-        check_rows("gradient of down", s, comm->rank, grads[1],
-                   all->weights.down.grad + first * down, n * down * sizeof(float));
+        const float *dup = all->weights.gate_up.grad + first * up;
+        const float *ddown = all->weights.down.grad + first * down;
+        if (s->n_chunks > 1) { // of experts, whose rows are the same ones
+            check_sums_of("gradient of gate_up", s, comm->rank, grads[0], dup, n * up);
+            check_sums_of("gradient of down", s, comm->rank, grads[1], ddown, n * down);
+            continue;
+        }
+        check_rows("gradient of gate_up", s, comm->rank, grads[0], dup, n * up * sizeof(float));
+        check_rows("gradient of down", s, comm->rank, grads[1], ddown, n * down * sizeof(float));
     }
     if (ranks.window) assert_int_equal(dpl_heap_used(ranks.window->heap), 0);
     // A rank that has no tokens, or whose experts get none, makes the same exchanges as any other:
@@ -200,6 +255,89 @@ static void without_shared_memory_rows_are_messages(void **state) {
     (void)state;
     run_loads(DPL_F32, false, ALONE);
     run_loads(DPL_BF16, true, ALONE);
+}
+
+// Chunks, some of them empty, and progress by a thread change nothing but the order of sums.
+static void chunks_have_the_bits_of_one(void **state) {
+    (void)state;
+    static const size_t numbers[] = {2, 3, 7, 61 * 2};
+    for (int i = 0; i < 2 * LOAD_N; i++)
+        for (size_t j = 0; j < DPL_COUNT(numbers); j++) {
+            scene s;
+            scene_open(&s, (load_kind)(i / 2), (i + (int)j) % 2 ? DPL_BF16 : DPL_F32);
+            s.n_chunks = numbers[j];
+            s.lane = i % 2;
+            s.islands = (islands)((size_t)i + j) % 4;
+            s.deferred = (i + (int)j / 2) % 2;
+            ranks_run_all(run_rank, &s);
+            lab_close(&s.all);
+        }
+}
+
+// Fewer bytes, and sums that round once more.
+static void sums_of_a_host_are_close(void **state) {
+    (void)state;
+    for (int i = 0; i < 2 * LOAD_N; i++) {
+        scene s;
+        scene_open(&s, (load_kind)(i / 2), i % 2 ? DPL_BF16 : DPL_F32);
+        s.n_chunks = 1 + 2 * (size_t)(i % 2);
+        s.islands = (islands)(1 + i % 3);
+        s.reduces = true;
+        s.deferred = i % 4 == 1;
+        ranks_run_all(run_rank, &s);
+        lab_close(&s.all);
+    }
+}
+
+// One rank gives up while rows are under way and lanes carry them: all end with its words.
+static void give_up_between(dpl_comm *comm, void *arg) {
+    scene *s = arg;
+    const lab *all = &s->all;
+    const size_t d = all->rule.d, T = all->rule.t;
+    dpl_ep_ranks ranks = {0};
+    dpl_ctx *ctx = lab_ctx(1, false, NULL);
+    assert_int_equal(dpl_ep_ranks_open(ctx, comm, all->rule.rule.n_experts, NULL,
+                                       island_of(s, comm->rank), 0, DPL_OK, &ranks),
+                     DPL_OK);
+    ranks.n_chunks = 3;
+    assert_int_equal(dpl_comm_set_lane_threads(comm, 1), DPL_OK);
+    dpl_ep ep = dpl_ep_alloc(ctx, NULL, &ranks, 3, T);
+    int32_t *ids = calloc(T * 3, sizeof *ids);
+    for (size_t i = 0; i < T * 3; i++) ids[i] = (int32_t)((i / 3 + i % 3 * 3) % 10);
+    assert_int_equal(dpl_moe_prepare(ctx, ids, DPL_OK, &ep, NULL), DPL_OK);
+    dpl_mat rows;
+    float *values;
+    assert_int_equal(dpl_ep_rows_alloc(&ep, d, all->rule.dtype, &rows, &values), DPL_OK);
+    dpl_ep_move move = {.ep = &ep, .d = d, .rows = rows};
+    dpl_status status = dpl_ep_meet(ctx, DPL_OK, &move, 1); // others may have given up already
+    const dpl_mat x = {all->x_in, d, all->rule.dtype};
+    const bool gives_up = comm->rank == comm->n_ranks - 1 && comm->n_ranks > 1;
+    if (status == DPL_OK) status = dpl_moe_dispatch_start(ctx, &move, 0, x, NULL);
+    if (status == DPL_OK) status = dpl_moe_dispatch_start(ctx, &move, 1, x, NULL);
+    if (gives_up) dpl_comm_abort(comm, "the lights went out");
+    for (size_t c = 0; c < 3 && status == DPL_OK; c++) {
+        if (c == 2) status = dpl_moe_dispatch_start(ctx, &move, c, x, NULL);
+        if (status == DPL_OK) status = dpl_moe_dispatch_wait(ctx, &move, c);
+    }
+    while (comm->n_ranks > 1 && status == DPL_OK) status = dpl_comm_barrier(comm);
+    assert_int_equal(status, comm->n_ranks > 1 ? DPL_ECOMM : DPL_OK);
+    if (status != DPL_OK) assert_non_null(strstr(dpl_error_message(), "the lights went out"));
+    dpl_ep_rows_free(&ep, rows.p);
+    free(ids);
+    dpl_ep_ranks_close(&ranks);
+    dpl_ctx_close(&ctx);
+}
+
+static void a_rank_that_gives_up_between_chunks_ends_all(void **state) {
+    (void)state;
+    if (dpl_comm_launcher()) skip(); // it is the end of all of MPI's ranks
+    for (int i = TOGETHER; i <= ODD_EVEN; i++) {
+        scene s;
+        scene_open(&s, EVEN, DPL_F32);
+        s.islands = (islands)i;
+        for (int n = 2; n <= 5; n++) ranks_run("threads", n, give_up_between, &s);
+        lab_close(&s.all);
+    }
 }
 
 // A router logit that is not finite on one rank is an error on all, with the rank and the token.
@@ -569,6 +707,9 @@ int main(void) {
         cmocka_unit_test(operators_may_be_deferred),
         cmocka_unit_test(hosts_of_several_ranks_exchange_messages),
         cmocka_unit_test(without_shared_memory_rows_are_messages),
+        cmocka_unit_test(chunks_have_the_bits_of_one),
+        cmocka_unit_test(sums_of_a_host_are_close),
+        cmocka_unit_test(a_rank_that_gives_up_between_chunks_ends_all),
         cmocka_unit_test(an_error_of_one_rank_is_that_of_all),
         cmocka_unit_test(a_wrong_split_is_an_error),
         cmocka_unit_test(heap_gives_back_a_spike),

@@ -111,7 +111,7 @@ static void check_same(const result *a, const result *b, int first, int end, con
 }
 
 static void compare_meshes(const shape *shapes, size_t n, const char *extra, int end) {
-    static result results[16][R_MAX];
+    static result results[20][R_MAX];
     scratch_open(NULL);
     for (size_t i = 0; i < n; i++) {
         char name[32];
@@ -141,6 +141,11 @@ static void every_mesh_trains_alike(void **state) {
                                    {1, 3, 2, NULL},
                                    {1, 4, 1, "ici_fsdp_parallelism=-1"},
                                    {1, 4, 1, "dcn_fsdp_parallelism=2 ici_fsdp_parallelism=2"},
+                                   {1, 1, 2, "ep_chunks=3 ep_shared_memory=false lane_threads=1"},
+                                   {3, 1, 2, "ep_chunks=2"},
+                                   {3, 1, 2, "ep_shared_memory=false lane_threads=1"},
+                                   {1, 3, 2, "ep_shared_memory=false lane_threads=1 ep_chunks=2"},
+                                   {2, 2, 1, "lane_threads=1"},
                                    {2, 1, 1, "dcn_data_parallelism=1"}};
     compare_meshes(shapes, DPL_COUNT(shapes), NULL, STEPS);
 }

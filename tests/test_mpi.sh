@@ -39,17 +39,27 @@ done
 options=("$root/configs/bench-small.yml" per_device_batch_size=2 gradient_accumulation_steps=2 max_target_length=64
     steps=4 eval_interval=-1 "dataset_path=$root/data/shakespeare.txt" "base_output_directory=$work")
 results() { sed -E 's/"(seconds|mfu|[a-z_]*_ms|t[a-z_]*_per_[a-z_]*device)": *[^,}]*,? ?//g' "$work/$1/metrics.jsonl"; }
+lanes=(lane_threads=1 ep_shared_memory=false)
 for axis in expert fsdp data; do
     mesh=("ici_${axis}_parallelism=2")
     "$build/dropless" train "${options[@]}" "${mesh[@]}" ranks=2 run_name=threads > "$out" 2>&1 ||
         fail "training on threads, $axis"
     launch 2 "$build/dropless" train "${options[@]}" "${mesh[@]}" run_name=processes || fail "training failed, $axis"
     [ "$(results threads)" = "$(results processes)" ] || fail "processes train otherwise than threads, $axis"
+    # So have messages in place of memory in common, and lanes; chunks have the same losses at first.
+    launch 2 "$build/dropless" train "${options[@]}" "${mesh[@]}" "${lanes[@]}" run_name=lanes ||
+        fail "training with lanes failed, $axis"
+    [ "$(results threads)" = "$(results lanes)" ] || fail "lanes and messages train otherwise, $axis"
     for file in "$work"/threads/checkpoints/3/*.safetensors; do
         cmp "$file" "$work/processes/checkpoints/3/$(basename "$file")" || fail "other weights than threads, $axis"
     done
-    rm -rf "$work"/{threads,processes}
+    rm -rf "$work"/{threads,processes,lanes}
 done
+launch 2 "$build/dropless" train "${options[@]}" ici_expert_parallelism=2 "${lanes[@]}" run_name=one || fail "training"
+launch 2 "$build/dropless" train "${options[@]}" ici_expert_parallelism=2 "${lanes[@]}" ep_chunks=3 run_name=chunks ||
+    fail "training in chunks failed"
+[ "$(results one | head -1 | grep -o '"loss": [^,]*')" = "$(results chunks | head -1 | grep -o '"loss": [^,]*')" ] ||
+    fail "chunks have another first loss"
 ! launch 2 "$build/dropless" train "${options[@]}" ranks=3 run_name=wrong || fail "ranks=3 of 2 was accepted"
 grep -q "ranks=3, but the launcher started 2" "$out" || fail "ranks=3 of 2: another error"
 

@@ -149,7 +149,7 @@ void dpl_ep_handle_close(dpl_ep_handle **handle) {
 
 dpl_status dpl_ep_get_rows(const dpl_ep_handle *h, dpl_ep_rows *rows_out) {
     DPL_NEED(h && rows_out);
-    *rows_out = (dpl_ep_rows){h->ep.n_rows,        h->ep.n_local,      h->ep.offsets,
+    *rows_out = (dpl_ep_rows){h->ep.n_rows,        h->ep.n_local,      h->ep.chunks[0].offsets,
                               h->block[ARRIVED].p, h->values[ARRIVED], h->block[RETURNING].p,
                               h->values[RETURNING]};
     return DPL_OK;
@@ -207,7 +207,7 @@ static dpl_status combine(dpl_ep_handle *h, dpl_status status, const void *rows,
     if (status == DPL_OK && !rows && h->ep.n_rows > 0)
         status = dpl_fail(DPL_EINVAL, "rows is NULL");
     if (status == DPL_OK && h->ep.n_rows > 0) from = reachable_rows(h, rows);
-    const float *const from_values = reachable_values(h, status == DPL_OK ? values : NULL);
+    float *const from_values = reachable_values(h, status == DPL_OK ? values : NULL);
     status = dpl_moe_combine(g->ctx, &h->ep, status, from,
                              numbers == DPL_EP_NONE ? NULL : from_values, numbers, g->d, false, to,
                              slot_value);

@@ -122,6 +122,7 @@ typedef struct dpl_model_ranks {
     dpl_comm *fsdp;             // every parameter is sharded over them
     dpl_comm *dense, *replicas; // they have the same shards: of all but experts; of experts
     int data, n_data;           // this rank's place among groups of experts x fsdp ranks
+    int island;                 // as dpl_ep_ranks_open() has it
 } dpl_model_ranks;
 
 // A tensor as it stands in a file: a slice of one parameter under its Hugging Face name.

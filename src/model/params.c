@@ -217,8 +217,8 @@ static dpl_status open_ranks(dpl_model *m, const dpl_model_ranks *ranks) {
     DPL_TRY(dpl_comm_open_self(&m->alone));
     for (size_t i = 0; i < DPL_COUNT(all); i++)
         if (!*all[i]) *all[i] = m->alone;
-    return dpl_ep_ranks_open(m->ctx, m->others.experts, m->config.n_experts, NULL, 0, 0, DPL_OK,
-                             &m->ranks);
+    return dpl_ep_ranks_open(m->ctx, m->others.experts, m->config.n_experts, NULL, ranks->island, 0,
+                             DPL_OK, &m->ranks);
 }
 
 dpl_status dpl_model_create_spread(dpl_ctx *ctx, const dpl_model_ranks *ranks,

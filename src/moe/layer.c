@@ -1,12 +1,14 @@
 // layer.c - one MoE layer: the five steps in order, the shared expert beside them, the way back.
 //
 // With more ranks than one the rows of tokens are copied to the ranks of their experts, and stay
-// there until backward is over.
+// there until backward is over. Tokens go in chunks: while one is in the experts, the next is on
+// its way there and those before are on their way back. What needs no rows of others, the shared
+// expert and the gradients of weights, fills the beginning and the end.
 //
 // The host reads results of operators at one place only, dpl_moe_prepare(): there N is learned, a
 // logit that is not finite found, and the auxiliary losses fetched; behind it dpl_router_meet() has
 // the sums of losses that are over the batch of several ranks. y = round(shared + sum of the
-// routed rows): one fp32 sum. A gradient's time is counted under its step.
+// routed rows): one fp32 sum, as is dx. A gradient's time is counted under its step.
 #include "moe/moe.h"
 
 static void keep_routing(dpl_ctx *ctx, dpl_moe_memory *memory, const dpl_moe_shape *shape,
@@ -40,6 +42,7 @@ static void keep_rows(dpl_ctx *ctx, dpl_moe_memory *memory, const dpl_moe_shape 
         s->experts.row_weight = dpl_moe_keep(ctx, memory, n_rows * sizeof(float));
     keep_mlp(ctx, memory, shape, n_rows, shape->f, &s->experts);
     if (shared_f) keep_mlp(ctx, memory, shape, s->ep.n_tokens, shared_f, &s->shared);
+    if (s->ep.ranks->reduces && s->ep.ranks->n_hosts > 1) dpl_remote_keep(ctx, &s->ep);
 }
 
 size_t dpl_moe_saved_bytes(const dpl_moe_shape *shape, size_t n_tokens) {
@@ -59,7 +62,8 @@ size_t dpl_moe_saved_bytes(const dpl_moe_shape *shape, size_t n_tokens) {
 static dpl_status check_rows(const dpl_ctx *ctx, const dpl_moe_memory *memory,
                              const dpl_moe_shape *shape, const dpl_moe_saved *s) {
     const double n = (double)s->ep.n_rows, item = (double)dpl_dtype_bytes(shape->dtype);
-    const double bytes = 2 * n * item * (double)(dpl_gate_up_width(shape->f) + shape->f);
+    const double sent = s->ep.ranks->n_hosts > 1 ? 2 * n * item * (double)shape->d : 0;
+    const double bytes = 2 * n * item * (double)(dpl_gate_up_width(shape->f) + shape->f) + sent;
     if (memory || !dpl_ep_is_spread(s->ep.ranks)) return DPL_OK;
     DPL_EXPECT(bytes < (double)dpl_arena_free_bytes(ctx->arena), DPL_ENOMEM,
                "no step memory for the %zu rows that arrive: about %.3g GB", s->ep.n_rows,
@@ -75,13 +79,61 @@ static dpl_status find_rows(dpl_ctx *ctx, const dpl_moe_shape *shape, dpl_mat x,
     float *unused;
     if (!dpl_ep_is_spread(s->ep.ranks)) {
         experts->x = x;
-        experts->map = (dpl_row_map){s->ep.row_slot, s->ep.top_k};
+        experts->map = (dpl_row_map){s->ep.chunks[0].row_slot, s->ep.top_k};
         *out_out = dpl_moe_mat(ctx, NULL, s->ep.n_rows, shape->d, shape->dtype);
         return DPL_OK;
     }
     DPL_TRY(dpl_ep_rows_alloc(&s->ep, shape->d, shape->dtype, &experts->x, &experts->row_weight));
     s->rows = experts->x.p;
     return dpl_ep_rows_alloc(&s->ep, shape->d, shape->dtype, out_out, &unused);
+}
+
+// The experts on the rows of a chunk: their blocks hold those of all chunks, one behind the other.
+static dpl_mlp mlp_of_chunk(const dpl_ep *ep, const dpl_mlp *experts, size_t chunk) {
+    const dpl_ep_chunk *c = &ep->chunks[chunk];
+    dpl_mlp mlp = *experts;
+    mlp.groups = (dpl_groups){ep->n_local, c->n_rows, c->offsets};
+    if (!mlp.map.slot) mlp.x = dpl_mat_at(mlp.x, c->first_row, 0);
+    if (mlp.row_weight) mlp.row_weight += c->first_row;
+    mlp.gate_up = dpl_mat_at(mlp.gate_up, c->first_row, 0);
+    mlp.hidden = dpl_mat_at(mlp.hidden, c->first_row, 0);
+    return mlp;
+}
+
+static void run_shared(dpl_ctx *ctx, const dpl_moe_saved *s, size_t first, size_t end,
+                       dpl_mat sum) {
+    dpl_mlp mlp = s->shared;
+    if (mlp.gate_up.ld == 0 || first == end) return; // there is none, or nothing to do
+    mlp.groups = dpl_one_group(end - first);
+    mlp.x = dpl_mat_at(mlp.x, first, 0);
+    mlp.gate_up = dpl_mat_at(mlp.gate_up, first, 0);
+    mlp.hidden = dpl_mat_at(mlp.hidden, first, 0);
+    dpl_experts_forward(ctx, &mlp, dpl_mat_at(sum, first, 0));
+}
+
+// to, back: of the tokens and of the results. The shared expert takes some tokens while the first
+// chunk is on its way, the rest while the last one is; a sum may be made when it has been there.
+static dpl_status run_chunks(dpl_ctx *ctx, dpl_mat x, const dpl_moe_saved *s, const dpl_ep_move *to,
+                             const dpl_ep_move *back, bool has_shared, dpl_mat sum) {
+    const dpl_ep *ep = &s->ep;
+    const size_t T = ep->n_tokens, C = ep->n_chunks, split = ep->ranks->n_hosts > 1 ? T / 2 : 0;
+    size_t n_done = 0;
+    DPL_TRY(dpl_moe_dispatch_start(ctx, to, 0, x, s->weights));
+    run_shared(ctx, s, 0, split, sum);
+    for (size_t c = 0; c < C; c++) {
+        if (c + 1 < C) DPL_TRY(dpl_moe_dispatch_start(ctx, to, c + 1, x, s->weights));
+        DPL_TRY(dpl_moe_dispatch_wait(ctx, to, c));
+        const dpl_mlp mlp = mlp_of_chunk(ep, &s->experts, c);
+        dpl_experts_forward(ctx, &mlp, dpl_mat_at(back->rows, ep->chunks[c].first_row, 0));
+        DPL_TRY(dpl_moe_combine_start(ctx, back, c, false));
+        while (n_done < c && dpl_ep_has_arrived(back, n_done) &&
+               (!has_shared || ep->chunks[n_done + 1].first <= split))
+            DPL_TRY(dpl_moe_combine_wait(ctx, back, n_done++, has_shared, sum, NULL));
+    }
+    run_shared(ctx, s, split, T, sum);
+    for (; n_done < C; n_done++)
+        DPL_TRY(dpl_moe_combine_wait(ctx, back, n_done, has_shared, sum, NULL));
+    return dpl_moe_combine_end(ctx, back);
 }
 
 static dpl_status run(dpl_ctx *ctx, const dpl_moe_shape *shape, dpl_status mine, dpl_mat x,
@@ -92,16 +144,16 @@ static dpl_status run(dpl_ctx *ctx, const dpl_moe_shape *shape, dpl_status mine,
     const dpl_mat sum = direct ? y : dpl_moe_mat(ctx, NULL, n_tokens, d, DPL_F32);
     dpl_mat out = {0};
     if (mine == DPL_OK) mine = find_rows(ctx, shape, x, s, &out);
-    dpl_status status = mine;
-    status = dpl_moe_dispatch(ctx, &s->ep, status, x, s->weights, DPL_EP_WANTED, spread ? d : 0,
-                              spread ? s->experts.x : (dpl_mat){0}, s->experts.row_weight);
-    if (status == DPL_OK) {
-        dpl_experts_forward(ctx, &s->experts, out);
-        if (has_shared) dpl_experts_forward(ctx, &s->shared, sum);
-        dpl_ctx_phase(ctx, DPL_PHASE_COMBINE);
-        status = dpl_moe_combine(ctx, &s->ep, DPL_OK, out, NULL, DPL_EP_NONE, d, has_shared, sum,
-                                 NULL);
-    }
+    dpl_ep_move moves[] = {{.ep = &s->ep,
+                            .d = spread ? d : 0,
+                            .rows = spread ? s->experts.x : (dpl_mat){0},
+                            .values = s->experts.row_weight,
+                            .numbers = DPL_EP_WANTED,
+                            .phase = DPL_PHASE_DISPATCH},
+                           {.ep = &s->ep, .d = d, .rows = out, .phase = DPL_PHASE_COMBINE}};
+    dpl_status status = dpl_ep_meet(ctx, mine, moves, DPL_COUNT(moves));
+    if (status == DPL_OK) status = run_chunks(ctx, x, s, &moves[0], &moves[1], has_shared, sum);
+    dpl_ctx_phase(ctx, DPL_PHASE_COMBINE);
     if (status == DPL_OK && !direct) dpl_copy(ctx, sum, n_tokens, d, y);
     if (spread) dpl_ep_rows_free(&s->ep, out.p);
     return status;
@@ -123,7 +175,7 @@ dpl_status dpl_moe_forward_in(dpl_ctx *ctx, const dpl_ep_ranks *ranks, const dpl
     status = dpl_moe_prepare(ctx, s.ids, status, &s.ep, s.aux);
     status = dpl_router_meet(ctx, shape, aux, status, &s);
     if (status == DPL_OK) {
-        s.experts.groups = (dpl_groups){s.ep.n_local, s.ep.n_rows, s.ep.offsets};
+        s.experts.groups = (dpl_groups){s.ep.n_local, s.ep.n_rows, s.ep.chunks[0].offsets};
         s.experts.gate_up_w = weights->gate_up;
         s.experts.down_w = weights->down;
         s.shared = (dpl_mlp){.groups = dpl_one_group(n_tokens), .x = x};
@@ -152,14 +204,78 @@ void dpl_moe_forget(dpl_moe_saved *saved) {
     saved->rows = NULL;
 }
 
-static dpl_status alloc_gradients(dpl_ctx *ctx, const dpl_moe_shape *shape, const dpl_ep *ep,
-                                  dpl_mat *rows_out, float **values_out) {
-    *rows_out = (dpl_mat){0};
-    if (dpl_ep_is_spread(ep->ranks))
-        return dpl_ep_rows_alloc(ep, shape->d, shape->dtype, rows_out, values_out);
-    *rows_out = dpl_moe_mat(ctx, NULL, ep->n_rows, shape->d, shape->dtype);
-    *values_out = dpl_ctx_alloc(ctx, ep->n_rows * sizeof(float));
+/* ---- backward ---- */
+typedef struct way_back {
+    const dpl_moe_saved *s;
+    dpl_mlp experts;
+    dpl_mat drows;        // (N, D): of the experts' results
+    dpl_mat dgate_up;     // (N, 2F')
+    dpl_mat dx_rows;      // (N, D): of the rows of tokens; with one rank drows itself
+    float *drow_weight;   // (N)
+    float *dweights;      // (T, K)
+    size_t n_wgrads;      // chunks whose weights' gradients are there
+    dpl_ep_move moves[2]; // of dy; of dx_rows
+} way_back;
+
+static dpl_status alloc_gradients(dpl_ctx *ctx, const dpl_moe_shape *shape, way_back *b) {
+    const dpl_ep *ep = &b->s->ep;
+    float *unused;
+    b->dgate_up = dpl_experts_dgate_up(ctx, &b->experts);
+    if (dpl_ep_is_spread(ep->ranks)) {
+        DPL_TRY(dpl_ep_rows_alloc(ep, shape->d, shape->dtype, &b->drows, &unused));
+        return dpl_ep_rows_alloc(ep, shape->d, shape->dtype, &b->dx_rows, &b->drow_weight);
+    }
+    b->drows = b->dx_rows = dpl_moe_mat(ctx, NULL, ep->n_rows, shape->d, shape->dtype);
+    b->drow_weight = dpl_ctx_alloc(ctx, ep->n_rows * sizeof(float));
     return DPL_OK;
+}
+
+// Of the next chunk. They may wait, but go in the order of chunks: so the sums have their bits.
+static void add_wgrad(dpl_ctx *ctx, way_back *b) {
+    const size_t row = b->s->ep.chunks[b->n_wgrads].first_row;
+    const dpl_mlp mlp = mlp_of_chunk(&b->s->ep, &b->experts, b->n_wgrads++);
+    dpl_experts_wgrad(ctx, &mlp, dpl_mat_at(b->drows, row, 0), dpl_mat_at(b->dgate_up, row, 0));
+}
+
+// The gradients of a chunk's rows, which others wait for.
+static void run_backward(dpl_ctx *ctx, way_back *b, size_t chunk) {
+    const size_t row = b->s->ep.chunks[chunk].first_row;
+    const dpl_mlp mlp = mlp_of_chunk(&b->s->ep, &b->experts, chunk);
+    const dpl_mat dgate_up = dpl_mat_at(b->dgate_up, row, 0);
+    dpl_experts_gate_backward(ctx, &mlp, dpl_mat_at(b->drows, row, 0), dgate_up,
+                              b->drow_weight + row);
+    if (b->dx_rows.p == b->drows.p) add_wgrad(ctx, b); // before these rows are written over
+    dpl_experts_dgrad(ctx, &mlp, dgate_up, dpl_mat_at(b->dx_rows, row, 0), false);
+}
+
+// dx = that of the shared expert, to which the experts' is added. Gradients of weights wait until
+// there is nothing else to do, or all rows are on their way.
+static dpl_status run_chunks_backward(dpl_ctx *ctx, way_back *b, const dpl_mlp *shared, dpl_mat dy,
+                                      dpl_mat dx) {
+    const size_t C = b->s->ep.n_chunks;
+    const dpl_ep_move *to = &b->moves[0], *back = &b->moves[1];
+    dpl_mat dshared = {0};
+    size_t n_done = 0;
+    DPL_TRY(dpl_moe_dispatch_start(ctx, to, 0, dy, NULL));
+    if (shared) {
+        dshared = dpl_experts_dgate_up(ctx, shared);
+        dpl_experts_gate_backward(ctx, shared, dy, dshared, NULL);
+        dpl_experts_dgrad(ctx, shared, dshared, dx, false);
+    }
+    for (size_t c = 0; c < C; c++) {
+        if (c + 1 < C) DPL_TRY(dpl_moe_dispatch_start(ctx, to, c + 1, dy, NULL));
+        while (b->n_wgrads < c && !dpl_ep_has_arrived(to, c)) add_wgrad(ctx, b);
+        DPL_TRY(dpl_moe_dispatch_wait(ctx, to, c));
+        run_backward(ctx, b, c);
+        DPL_TRY(dpl_moe_combine_start(ctx, back, c, false));
+        while (n_done < c && dpl_ep_has_arrived(back, n_done))
+            DPL_TRY(dpl_moe_combine_wait(ctx, back, n_done++, shared, dx, b->dweights));
+    }
+    while (b->n_wgrads < C) add_wgrad(ctx, b);
+    if (shared) dpl_experts_wgrad(ctx, shared, dy, dshared);
+    for (; n_done < C; n_done++)
+        DPL_TRY(dpl_moe_combine_wait(ctx, back, n_done, shared, dx, b->dweights));
+    return dpl_moe_combine_end(ctx, back);
 }
 
 dpl_status dpl_moe_backward(dpl_ctx *ctx, const dpl_moe_shape *shape,
@@ -167,29 +283,35 @@ dpl_status dpl_moe_backward(dpl_ctx *ctx, const dpl_moe_shape *shape,
                             const dpl_moe_saved *saved, dpl_mat dy, dpl_mat dx) {
     const size_t d = shape->d, mark = dpl_ctx_mark(ctx);
     const size_t n_slots = saved->ep.n_tokens * shape->rule.top_k;
-    const bool spread = dpl_ep_is_spread(saved->ep.ranks);
-    float *dweights = dpl_ctx_alloc(ctx, n_slots * sizeof(float)), *drow_weight = NULL;
-    dpl_mat drows;
-    const dpl_phase outside = dpl_ctx_phase(ctx, DPL_PHASE_COMBINE);
-    dpl_status status = alloc_gradients(ctx, shape, &saved->ep, &drows, &drow_weight);
-    status = dpl_moe_dispatch(ctx, &saved->ep, status, dy, NULL, DPL_EP_NONE, d, drows, NULL);
-    dpl_mlp experts = saved->experts, shared = saved->shared;
-    shared.x = x; // the caller may have moved it, and the weights
+    const dpl_ep *ep = &saved->ep;
+    way_back b = {.s = saved, .experts = saved->experts};
+    dpl_mlp shared = saved->shared;
+    // The caller may have moved tokens and weights.
+    if (b.experts.map.slot) b.experts.x = x;
+    b.experts.gate_up_w = weights->gate_up, b.experts.down_w = weights->down;
+    shared.x = x;
     shared.gate_up_w = weights->shared_gate_up, shared.down_w = weights->shared_down;
-    experts.gate_up_w = weights->gate_up, experts.down_w = weights->down;
-    if (!spread) experts.x = x;
-    if (status == DPL_OK) {
-        dpl_experts_backward(ctx, &experts, drows, drows, false, drow_weight);
-        dpl_ctx_phase(ctx, DPL_PHASE_DISPATCH);
-        status = dpl_moe_combine(ctx, &saved->ep, DPL_OK, drows, drow_weight, DPL_EP_WANTED, d,
-                                 false, dx, dweights);
-    }
+    const dpl_phase outside = dpl_ctx_phase(ctx, DPL_PHASE_COMBINE);
+    b.dweights = dpl_ctx_alloc(ctx, n_slots * sizeof(float));
+    dpl_status status = alloc_gradients(ctx, shape, &b);
+    b.moves[0] = (dpl_ep_move){.ep = ep, .d = d, .rows = b.drows, .phase = DPL_PHASE_COMBINE};
+    b.moves[1] = (dpl_ep_move){.ep = ep,
+                               .d = d,
+                               .rows = b.dx_rows,
+                               .values = b.drow_weight,
+                               .numbers = DPL_EP_WANTED,
+                               .phase = DPL_PHASE_DISPATCH};
+    status = dpl_ep_meet(ctx, status, b.moves, DPL_COUNT(b.moves));
+    if (status == DPL_OK)
+        status = run_chunks_backward(ctx, &b, shape->shared_f ? &shared : NULL, dy, dx);
     if (status == DPL_OK) {
         dpl_ctx_phase(ctx, DPL_PHASE_ROUTER);
-        dpl_router_backward(ctx, shape, weights, x, aux, saved, dweights, dx);
-        if (shape->shared_f) dpl_experts_backward(ctx, &shared, dy, dx, true, NULL);
+        dpl_router_backward(ctx, shape, weights, x, aux, saved, b.dweights, dx);
     }
-    if (spread) dpl_ep_rows_free(&saved->ep, drows.p);
+    if (dpl_ep_is_spread(ep->ranks)) {
+        dpl_ep_rows_free(ep, b.drows.p);
+        dpl_ep_rows_free(ep, b.dx_rows.p);
+    }
     dpl_ctx_phase(ctx, outside);
     dpl_ctx_release(ctx, mark);
     return status;

@@ -33,7 +33,7 @@ typedef struct dpl_moe_report {
     double aux[2];   // balance loss and router z-loss, weighted
     int32_t bad_row; // the first token whose logits are not finite, or -1
     int32_t unused;
-    int64_t offsets[]; // (EL + 1), of the experts' rows
+    int64_t offsets[]; // (chunks, E + 1), of the sorted rows of this rank
 } dpl_moe_report;
 
 // The ranks over which experts are spread, each of which has some in a row. Rows that ranks write
@@ -42,32 +42,56 @@ typedef struct dpl_ep_ranks {
     dpl_comm *comm;
     dpl_window *window; // NULL with one rank
     size_t n_experts;
+    size_t n_chunks;     // in which the tokens of a call go, equal on all ranks; 0: 1
+    bool reduces;        // a layer's rows are summed on their host before they go to another one
     size_t *first;       // (R + 1): rank r has the experts first[r] .. first[r+1]-1
-    size_t n_hosts;      // whose ranks have memory in common
-    int *host;           // (R): number of its host
     size_t memory_bytes; // of this machine: rows that it cannot hold are refused
+    // With more ranks than one, tables:
+    size_t n_hosts;  // whose ranks have memory in common
+    int *host;       // (R): number of its host
     dpl_comm *batch; // all ranks with rows of a micro-batch, `comm`'s among them; NULL: this one
+    int *owner;      // (E): the rank that has it
+    size_t *host_expert; // (E): experts by host, then by number
+    size_t *host_first;  // (H + 1): where those of a host begin there
+    int *partner;        // (H): the rank of a host that stands in there for this one
+    int *served;         // (n_served): ranks of other hosts that this one stands in for
+    size_t n_served;
+    bool has_mates;               // some host has more ranks than one
+    size_t *mate_at, *mate_bytes; // (R): a byte for each other rank of this host
+    uint8_t *marks;               // (2, R): those bytes, there and back
 } dpl_ep_ranks;
+
+// A run of consecutive tokens, which goes to the experts and back by itself. The same on all ranks:
+// how many there are. Rows of a rank lie by chunk, then expert, then source rank, then token.
+typedef struct dpl_ep_chunk {
+    size_t first, n_tokens;   // of the tokens of this rank
+    size_t first_row, n_rows; // of the rows received
+    const int32_t *ids;       // (T*K) of this chunk, device; so are the next two:
+    int32_t *slot_row; // row of a slot among the sorted ones that this rank sends, -1 skipped
+    int32_t *row_slot; // and back
+    int64_t *offsets;  // (EL + 1), device: of the rows received, from first_row on
+    // With more ranks than one:
+    dpl_place *place; // (E), device: where the rows of this rank go
+    int64_t *row_at;  // (R + 1, E): the row of an expert's rank where those of a source rank begin
+    // With more hosts than one (remote.c):
+    int64_t *n_unique;     // (R, H): tokens of each rank that go to each host
+    int32_t *unique_token; // (sum of this rank's n_unique), device: which, host by host
+    int32_t *row_unique;   // (T*K), device: K times which of those of its host a sorted row is, + k
+    int64_t *sorted;       // (E + 1): sorted rows of this rank
+    // Where their sums return (`reduces`), device:
+    int32_t *home_row; // (T*K): as slot_row; of a host's sum at the first of its slots
+    int32_t *served_ids, *served_row; // (tokens, K) of the ranks that this one stands in for
+} dpl_ep_chunk;
 
 // The expert-parallel exchange of one call. Arrays are host memory unless they say otherwise.
 typedef struct dpl_ep {
     const dpl_ep_ranks *ranks;
     size_t n_tokens, top_k, n_experts, n_local;
-    size_t n_rows;          // N: rows received
-    int32_t *slot_row;      // (T*K), device: row of a slot among those of this rank, -1 skipped
-    int32_t *row_slot;      // (T*K), device: and back
+    size_t n_rows; // N: rows received
+    size_t n_chunks;
+    dpl_ep_chunk *chunks;   // (n_chunks); with one rank there is one
     int64_t *counts;        // (E): tokens of this rank that chose each expert
     dpl_moe_report *report; // device
-    int64_t *offsets;       // (EL + 1), device: of the rows received
-    // With more ranks than one:
-    const int32_t *ids; // (T*K), device
-    dpl_place *place;   // (E), device: where the rows of this rank go
-    // With more hosts than one (remote.c):
-    int64_t *all;          // (R, E): counts of all ranks
-    int64_t *n_unique;     // (R, H): tokens of each rank that go to each host
-    int32_t *unique_token; // (sum of this rank's n_unique), device: which, host by host
-    int32_t *row_unique;   // (T*K), device: which of those of its host a sorted row is
-    int64_t *sorted;       // (E + 1): sorted rows of this rank
 } dpl_ep;
 
 // A gated MLP on N rows: the experts; with one group and no row weights a shared expert, a dense
@@ -152,41 +176,98 @@ dpl_status dpl_ep_rows_alloc(const dpl_ep *ep, size_t d, dpl_dtype dtype, dpl_ma
 void dpl_ep_rows_free(const dpl_ep *ep, void *rows);
 void dpl_ep_forget(const dpl_ep_ranks *ranks); // frees all blocks of the window
 
-/* ---- remote.c: rows between hosts ---- */
-// What this rank sends to other hosts: fills its n_unique (H) and the two lists. ids: (T, K), host.
-void dpl_remote_plan(dpl_ctx *ctx, const int32_t *ids, dpl_ep *ep, int64_t *n_unique);
-// Rows and numbers of tokens, as dispatch has them, to the experts of other hosts.
-dpl_status dpl_remote_dispatch(dpl_ctx *ctx, const dpl_ep *ep, dpl_mat x, const float *weights,
-                               size_t d, const dpl_spread *local);
-// Brings the rows that the experts of other hosts have for this rank, into the arena: `spread` has
-// them beside those of this host after it.
-dpl_status dpl_remote_fetch(dpl_ctx *ctx, const dpl_ep *ep, size_t d, dpl_spread *spread);
-
-/* ---- dispatch.c, combine.c: each is the gradient of the other ---- */
-// Collective; `mine` as above; what a peer found is returned by all. With more ranks than one, rows
-// and numbers are those of a block that dpl_ep_rows_alloc() gave.
-//
+/* ---- rows on their way, chunk by chunk ---- */
 // Whether numbers go along is the same on all ranks, else DPL_EINVAL; a rank that has none to give
 // and none to take may leave it to the others.
 typedef enum dpl_ep_numbers { DPL_EP_NONE, DPL_EP_WANTED, DPL_EP_ANY } dpl_ep_numbers;
-// rows (N, D) = those of their tokens, d 0: not wanted; row_weight (N) = weights of their slots.
+
+typedef struct dpl_mail { // messages to and from each rank: (R) each
+    size_t *send_at, *send_bytes, *receive_at, *receive_bytes;
+    uint8_t *send, *receive;
+} dpl_mail;
+typedef struct dpl_flight { // of a chunk
+    dpl_mail mail;
+    dpl_ticket bulk, signal; // of messages between hosts; of the ranks of this host
+} dpl_flight;
+
+// One direction: tokens to the experts, or rows back. With more ranks than one, rows and numbers
+// are those of a block that dpl_ep_rows_alloc() gave.
+typedef struct dpl_ep_move {
+    const dpl_ep *ep;
+    size_t d;               // 0: only numbers move (with one rank)
+    dpl_mat rows;           // (N, D)
+    float *values;          // (N)
+    dpl_ep_numbers numbers; // that go along
+    dpl_phase phase;        // that its operators are counted under
+    // By dpl_ep_meet():
+    void **peer_rows;    // (R), of the ranks of this host, else NULL
+    float **peer_values; // (R), or NULL: no numbers go along
+    dpl_flight *flights; // (chunks)
+} dpl_ep_move;
+
+// The rows of slots of a chunk, where they lie on the ranks of this host.
+dpl_spread dpl_ep_spread(const dpl_ep_move *move, size_t chunk);
+// Before the first chunk of all moves of a pass: all ranks are there, agree on errors (`mine`: what
+// this one has found) and tell where their rows lie. The only meeting: what follows waits for what
+// it needs. Takes memory of the arena. Collective.
+dpl_status dpl_ep_meet(dpl_ctx *ctx, dpl_status mine, dpl_ep_move *moves, size_t n_moves);
+// What a chunk waits for has come: waiting for it takes no time. Makes progress.
+bool dpl_ep_has_arrived(const dpl_ep_move *move, size_t chunk);
+// A sign to the other ranks of this host that what this one has queued is done, which it waits for;
+// the ticket is of theirs. Where every host has one rank there is none.
+dpl_status dpl_ep_signal(dpl_ctx *ctx, const dpl_ep *ep, dpl_ticket *ticket_out);
+
+/* ---- dispatch.c, combine.c: each is the gradient of the other ---- */
+// Chunks are started and waited for in their order, and all ranks start the same after the same.
+// Matrices are of all tokens, a call touches those of its chunk.
+// rows (N, D) = those of their tokens; values (N) = weights of their slots.
+dpl_status dpl_moe_dispatch_start(dpl_ctx *ctx, const dpl_ep_move *move, size_t chunk, dpl_mat x,
+                                  const float *weights);
+dpl_status dpl_moe_dispatch_wait(dpl_ctx *ctx, const dpl_ep_move *move, size_t chunk);
+// Rows of the chunk are computed; met: on all ranks.
+dpl_status dpl_moe_combine_start(dpl_ctx *ctx, const dpl_ep_move *move, size_t chunk, bool met);
+// y (T, D) = the sum of the K rows of a token in slot order, or += with accumulate (y F32).
+// slot_value (T, K) = values of their rows, 0 where skipped.
+dpl_status dpl_moe_combine_wait(dpl_ctx *ctx, const dpl_ep_move *move, size_t chunk,
+                                bool accumulate, dpl_mat y, float *slot_value);
+// After the last chunk: none reads these rows any more.
+dpl_status dpl_moe_combine_end(dpl_ctx *ctx, const dpl_ep_move *move);
+
+// All chunks at once, meeting included. Collective; what a peer found is returned by all.
 dpl_status dpl_moe_dispatch(dpl_ctx *ctx, const dpl_ep *ep, dpl_status mine, dpl_mat x,
                             const float *weights, dpl_ep_numbers numbers, size_t d, dpl_mat rows,
                             float *row_weight);
-// y (T, D) = the sum of the K rows of a token in slot order, or += with accumulate (y F32).
-// slot_value (T, K) = row_value (N) of their rows, 0 where skipped.
 dpl_status dpl_moe_combine(dpl_ctx *ctx, const dpl_ep *ep, dpl_status mine, dpl_mat rows,
-                           const float *row_value, dpl_ep_numbers numbers, size_t d,
-                           bool accumulate, dpl_mat y, float *slot_value);
-// The memory of the rows and numbers of the ranks of this host (others: NULL), from the arena: all
-// ranks are there.
-dpl_status dpl_ep_meet(dpl_ctx *ctx, const dpl_ep *ep, dpl_status mine, dpl_mat rows,
-                       const float *values, dpl_ep_numbers numbers, dpl_spread *spread_out);
+                           float *row_value, dpl_ep_numbers numbers, size_t d, bool accumulate,
+                           dpl_mat y, float *slot_value);
+
+/* ---- remote.c: rows between hosts ---- */
+// What this rank sends to other hosts: fills its n_unique (H) and the two lists. ids: (T, K), host.
+void dpl_remote_plan(dpl_ctx *ctx, const int32_t *ids, const dpl_ep *ep, dpl_ep_chunk *chunk,
+                     int64_t *n_unique);
+// Tokens to the ranks that stand in for the experts of other hosts, and from there to their ranks.
+dpl_status dpl_remote_dispatch(dpl_ctx *ctx, const dpl_ep_move *move, size_t chunk, dpl_mat x,
+                               const float *weights);
+void dpl_remote_deliver(dpl_ctx *ctx, const dpl_ep_move *move, size_t chunk);
+// Rows of this host back to other hosts. When they have come, `spread` gets those of this rank; its
+// values may be in slot_value then, and NULL.
+dpl_status dpl_remote_return(dpl_ctx *ctx, const dpl_ep_move *move, size_t chunk);
+void dpl_remote_receive(dpl_ctx *ctx, const dpl_ep_move *move, size_t chunk, dpl_spread *spread,
+                        float *slot_value);
+// What `reduces` takes, after prepare.
+void dpl_remote_keep(dpl_ctx *ctx, const dpl_ep *ep);
 
 /* ---- experts.c ---- */
 void dpl_experts_forward(dpl_ctx *ctx, const dpl_mlp *mlp, dpl_mat y);
-// dx = (or += with accumulate, F32). Without accumulate dx may be dy. Temporaries come from the
-// arena.
+// The way back in three parts: dgate_up (N, 2F') and drow_weight; the weights' gradients, which may
+// come later; dx = (or += with accumulate, F32).
+dpl_mat dpl_experts_dgate_up(dpl_ctx *ctx, const dpl_mlp *mlp); // a block of the arena
+void dpl_experts_gate_backward(dpl_ctx *ctx, const dpl_mlp *mlp, dpl_mat dy, dpl_mat dgate_up,
+                               float *drow_weight);
+void dpl_experts_wgrad(dpl_ctx *ctx, const dpl_mlp *mlp, dpl_mat dy, dpl_mat dgate_up);
+void dpl_experts_dgrad(dpl_ctx *ctx, const dpl_mlp *mlp, dpl_mat dgate_up, dpl_mat dx,
+                       bool accumulate);
+// All of it. Without accumulate dx may be dy. Temporaries come from the arena.
 void dpl_experts_backward(dpl_ctx *ctx, const dpl_mlp *mlp, dpl_mat dy, dpl_mat dx, bool accumulate,
                           float *drow_weight);
 

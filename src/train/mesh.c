@@ -44,6 +44,7 @@ static dpl_status resolve(const dpl_options *o, int n_ranks, int64_t sizes[3]) {
 dpl_status dpl_mesh_open(const dpl_options *o, dpl_comm *comm, dpl_mesh *mesh) {
     int64_t sizes[3] = {1, 1, 1};
     dpl_comm_set_timeout(comm, o->comm_timeout_s);
+    DPL_TRY(dpl_comm_set_lane_threads(comm, (int)o->lane_threads));
     if (comm) DPL_TRY(dpl_comm_split(comm, 0, &mesh->world));
     else DPL_TRY(dpl_comm_open_self(&mesh->world));
     const int R = mesh->world->n_ranks;
@@ -60,6 +61,7 @@ dpl_status dpl_mesh_open(const dpl_options *o, dpl_comm *comm, dpl_mesh *mesh) {
     dpl_model_ranks *m = &mesh->model;
     m->data = data;
     m->n_data = mesh->n_data;
+    m->island = o->ep_shared_memory ? 0 : -1;
     DPL_TRY(dpl_comm_split(mesh->world, group, &m->experts));
     DPL_TRY(dpl_comm_split(mesh->world, data * E + expert, &m->fsdp));
     DPL_TRY(dpl_comm_split(mesh->world, fsdp, &m->dense));
@@ -94,7 +96,7 @@ dpl_status dpl_mesh_compare(const dpl_mesh *mesh, const dpl_config *config,
     if (R == 1) return DPL_OK;
     uint64_t own[2] = {0, dpl_hash64(more, 4 * sizeof *more, dpl_build_hash())};
     for (size_t i = 0; i < DPL_OPT_N; i++) // threads do not change results
-        if (i != DPL_OPT_threads)
+        if (i != DPL_OPT_threads && i != DPL_OPT_lane_threads)
             own[0] = dpl_hash64(config->text[i], strlen(config->text[i]), own[0]);
     uint64_t(*all)[2] = dpl_alloc_array(R, sizeof *all);
     dpl_status status = all ? DPL_OK : dpl_fail(DPL_ENOMEM, "no memory for %zu ranks", R);

@@ -30,6 +30,10 @@
     X(I, dcn_fsdp_parallelism, "1", "-1 ..", "Times so many along fsdp; -1: 1.") \
     X(I, dcn_expert_parallelism, "1", "-1 ..", "Times so many along expert; -1: 1.") \
     X(F, comm_timeout_s, "300", "> 0", "Seconds without a word after which a rank is given up.") \
+    X(I, lane_threads, "0", "0 .. 1", "1: a thread a rank lets messages move under the compute.") \
+    X(I, ep_chunks, "1", "1 .. 1024", "Parts in which a layer's tokens go to experts elsewhere.") \
+    X(B, ep_combine_reduce, "false", "", "Sum rows on their host before they go to another one.") \
+    X(B, ep_shared_memory, "true", "", "false: messages between ranks of one host, too.") \
     X(I, threads, "0", "0 .. 4096", "Threads; 0: as many as allowed. Results are the same.") \
     X(C, decoder_block, "llama2", "deepseek|llama2", "Kind of layer; train needs deepseek.") \
     X(C, attention_type, "global", "mla|global", "Kind of attention; train needs mla.") \

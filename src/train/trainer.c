@@ -76,6 +76,8 @@ static dpl_status open_model(dpl_trainer *t, const origin *from) {
     DPL_TRY(dpl_model_create_spread(t->ctx, &t->mesh.model, &sizes, dpl_options_dtype(t->o),
                                     &t->model));
     t->model->ranks.batch = t->mesh.world;
+    t->model->ranks.n_chunks = (size_t)t->o->ep_chunks;
+    t->model->ranks.reduces = t->o->ep_combine_reduce;
     DPL_TRY(dpl_model_begin_training(t->model));
     if (dpl_mesh_is_first(&t->mesh)) dpl_options_warn(t->o, &sizes);
     if (!from->dir[0]) return dpl_options_init(t->o, t->model);
