@@ -28,6 +28,10 @@ static const struct {
      "ranks= tokens= d= experts= top_k= dtype=bf16|f32 skew=balanced|zipf|hot "
      "memory=shared|messages threads= runs= mbytes=",
      dpl_bench_run_ep},
+    {"overlap",
+     "ranks= layers= tokens= d= f= shared= experts= top_k= chunks= lane_threads=0|1 reduce=0|1 "
+     "memory=messages|shared threads= runs=",
+     dpl_bench_run_overlap},
     {"report", "FILE.md", dpl_bench_run_report},
 };
 

@@ -10,6 +10,7 @@
 
 #include <jansson.h>
 
+#include "comm/comm.h"
 #include "cpu/ops.h"
 
 // Arguments after "bench"; argv[0] is the kind. Returns the exit status: 0, 1 or 2 (usage).
@@ -56,6 +57,12 @@ double dpl_bench_median(size_t runs, void (*fn)(void *arg), void *arg);
 double dpl_bench_middle(double *seconds, size_t n); // sorts them; n > 0
 void *dpl_bench_numbers(size_t n, dpl_dtype dtype); // for dpl_free(); NULL without memory
 
+// Runs fn on n_ranks threads, or as a process of an MPI launcher on its ranks; rank 0 says what is
+// wrong. pins: each thread has a processor of its own, as far as there are some. (bench_ranks.c)
+typedef dpl_status (*dpl_bench_rank_fn)(dpl_comm *comm, void *arg);
+dpl_status dpl_bench_ranks(size_t n_ranks, bool pins, dpl_bench_rank_fn fn, void *arg);
+dpl_status dpl_bench_slowest(dpl_comm *comm, double own, double *most_out); // of all ranks
+
 const char *dpl_bench_kernel(const dpl_ctx *ctx, dpl_dtype dtype); // of products
 extern const char *const dpl_bench_dtypes[3]; // by dpl_dtype; for dpl_bench_choice
 
@@ -71,6 +78,7 @@ int dpl_bench_run_layer(dpl_bench_args *args);
 int dpl_bench_run_experts(dpl_bench_args *args);
 int dpl_bench_run_step(dpl_bench_args *args);
 int dpl_bench_run_ep(dpl_bench_args *args);
+int dpl_bench_run_overlap(dpl_bench_args *args);
 int dpl_bench_run_report(dpl_bench_args *args);
 
 #endif

@@ -7,12 +7,9 @@
  * it can be faster than that.
  */
 #include <math.h>
-#include <pthread.h>
-#include <sched.h>
 #include <stdio.h>
 
 #include "bench.h"
-#include "comm/comm.h"
 
 static const char *const skews[] = {"balanced", "zipf", "hot", NULL};
 enum { BALANCED, ZIPF, HOT }; // skews
@@ -36,7 +33,6 @@ typedef struct rank_bench {
     int32_t *ids;
     float *weights;
     void *x, *y;
-    dpl_status status;
 } rank_bench;
 
 typedef struct operation {
@@ -79,17 +75,6 @@ static void choose(const ep_bench *b, int rank, size_t n_tokens, int32_t *ids) {
         }
 }
 
-// The most seconds of any rank.
-static dpl_status slowest(dpl_comm *comm, double own, double *most_out) {
-    double all[1024];
-    DPL_CHECK(comm->n_ranks <= (int)DPL_COUNT(all), "bench ep: expected at most %zu ranks",
-              DPL_COUNT(all));
-    DPL_TRY(dpl_comm_gather_now(comm, &own, sizeof own, all));
-    *most_out = 0;
-    for (int r = 0; r < comm->n_ranks; r++) *most_out = DPL_MAX(*most_out, all[r]);
-    return DPL_OK;
-}
-
 static dpl_status measure(rank_bench *r, const operation *op, double *seconds_out) {
     double seconds[DPL_BENCH_RUNS_MAX];
     const size_t runs = DPL_MIN(DPL_MAX(r->b->runs, (size_t)1), (size_t)DPL_BENCH_RUNS_MAX);
@@ -97,7 +82,7 @@ static dpl_status measure(rank_bench *r, const operation *op, double *seconds_ou
         DPL_TRY(dpl_comm_barrier(r->comm));
         const double start = dpl_now();
         DPL_TRY(op->run(r));
-        DPL_TRY(slowest(r->comm, dpl_now() - start, &seconds[i ? i - 1 : 0]));
+        DPL_TRY(dpl_bench_slowest(r->comm, dpl_now() - start, &seconds[i ? i - 1 : 0]));
     }
     *seconds_out = dpl_bench_middle(seconds, runs);
     return DPL_OK;
@@ -116,7 +101,7 @@ static dpl_status measure_copy(const rank_bench *r, double *rate_out) {
         status = dpl_comm_barrier(r->comm);
         const double start = dpl_now();
         memcpy(to, from, bytes);
-        if (status == DPL_OK) status = slowest(r->comm, dpl_now() - start, &seconds);
+        if (status == DPL_OK) status = dpl_bench_slowest(r->comm, dpl_now() - start, &seconds);
         if (i > 0) best = DPL_MAX(best, (double)bytes / seconds);
     }
     dpl_free(from), dpl_free(to);
@@ -156,7 +141,7 @@ static dpl_status run_tokens(rank_bench *r, size_t n_tokens, double rate) {
         double seconds, most;
         status = measure(r, &operations[i], &seconds);
         const double bytes = (double)(r->rows.n_rows * c->d) * (double)dpl_dtype_bytes(c->dtype);
-        if (status == DPL_OK) status = slowest(r->comm, bytes, &most);
+        if (status == DPL_OK) status = dpl_bench_slowest(r->comm, bytes, &most);
         if (status == DPL_OK) status = report(r, &operations[i], seconds, most, rate);
     }
     dpl_ep_handle_close(&r->handle);
@@ -164,57 +149,19 @@ static dpl_status run_tokens(rank_bench *r, size_t n_tokens, double rate) {
     return status;
 }
 
-static void *run_rank(void *arg) {
-    rank_bench *r = arg;
+static dpl_status run_rank(dpl_comm *comm, void *arg) {
+    rank_bench r = {.b = arg, .comm = comm};
     double rate;
-    r->status = dpl_ctx_open(r->b->threads, &r->ctx);
-    r->status = dpl_comm_agree(r->comm, r->status);
-    if (r->status == DPL_OK)
-        r->status = dpl_ep_group_open(r->ctx, r->comm, &r->b->config, &r->group);
-    if (r->status == DPL_OK) r->status = measure_copy(r, &rate);
-    const size_t given = r->b->tokens;
+    dpl_status status = dpl_ctx_open(r.b->threads, &r.ctx);
+    status = dpl_comm_agree(comm, status);
+    if (status == DPL_OK) status = dpl_ep_group_open(r.ctx, comm, &r.b->config, &r.group);
+    if (status == DPL_OK) status = measure_copy(&r, &rate);
+    const size_t given = r.b->tokens;
     static const size_t several[] = {64, 256, 1024, 4096, 8192};
-    for (size_t i = 0; r->status == DPL_OK && i < (given ? 1 : DPL_COUNT(several)); i++)
-        r->status = run_tokens(r, given ? given : several[i], rate);
-    if (r->status != DPL_OK && r->comm->rank == 0)
-        fprintf(stderr, "dropless: %s\n", dpl_error_message());
-    dpl_ep_group_close(&r->group);
-    dpl_ctx_close(&r->ctx);
-    dpl_comm_close(&r->comm);
-    return NULL;
-}
-
-// A thread a rank, each on a processor of its own as far as there are some.
-static dpl_status run_threads(const ep_bench *b, size_t n) {
-    dpl_comm *comms[256];
-    rank_bench ranks[256];
-    pthread_t threads[256];
-    cpu_set_t allowed;
-    DPL_CHECK(n >= 1 && n <= DPL_COUNT(comms), "ranks=%zu, expected 1 to %zu", n, DPL_COUNT(comms));
-    DPL_TRY(dpl_comm_open_threads((int)n, comms));
-    const bool pins = sched_getaffinity(0, sizeof allowed, &allowed) == 0;
-    size_t cpu = CPU_SETSIZE - 1;
-    for (size_t i = 0; i < n; i++) {
-        ranks[i] = (rank_bench){.b = b, .comm = comms[i]};
-        if (pthread_create(&threads[i], NULL, run_rank, &ranks[i])) {
-            dpl_comm_abort(comms[i], "the system gives no more threads");
-            for (size_t j = i; j < n; j++) dpl_comm_close(&comms[j]);
-            for (size_t j = 0; j < i; j++) pthread_join(threads[j], NULL);
-            return dpl_fail(DPL_ENOMEM, "the system gives no more than %zu threads", i);
-        }
-        if (!pins || b->threads != 1) continue;
-        do cpu = (cpu + 1) % CPU_SETSIZE;
-        while (!CPU_ISSET(cpu, &allowed));
-        cpu_set_t one;
-        CPU_ZERO(&one);
-        CPU_SET(cpu, &one);
-        pthread_setaffinity_np(threads[i], sizeof one, &one);
-    }
-    dpl_status status = DPL_OK;
-    for (size_t i = 0; i < n; i++) {
-        pthread_join(threads[i], NULL);
-        if (ranks[i].status != DPL_OK) status = ranks[i].status;
-    }
+    for (size_t i = 0; status == DPL_OK && i < (given ? 1 : DPL_COUNT(several)); i++)
+        status = run_tokens(&r, given ? given : several[i], rate);
+    dpl_ep_group_close(&r.group);
+    dpl_ctx_close(&r.ctx);
     return status;
 }
 
@@ -225,7 +172,6 @@ int dpl_bench_run_ep(dpl_bench_args *args) {
                   .mbytes = dpl_bench_size(args, "mbytes", 256),
                   .threads = (int)dpl_bench_size(args, "threads", 1),
                   .json = args->json};
-    const bool launched = dpl_comm_launcher() != NULL;
     const size_t n_ranks = dpl_bench_size(args, "ranks", 2);
     static const char *const dtypes[] = {"bf16", "f32", NULL};
     b.config = (dpl_ep_config){.d = dpl_bench_size(args, "d", 2048),
@@ -234,14 +180,6 @@ int dpl_bench_run_ep(dpl_bench_args *args) {
     b.config.dtype = dpl_bench_choice(args, "dtype", dtypes) ? DPL_F32 : DPL_BF16;
     b.config.no_shared_memory = dpl_bench_choice(args, "memory", memories) == 1;
     if (!dpl_bench_args_done(args)) return 2;
-    dpl_status status;
-    if (launched) {
-        rank_bench r = {.b = &b};
-        status = dpl_comm_open_mpi(&r.comm);
-        if (status == DPL_OK) run_rank(&r);
-        if (status == DPL_OK) status = r.status;
-    } else {
-        status = run_threads(&b, n_ranks);
-    }
+    const dpl_status status = dpl_bench_ranks(n_ranks, b.threads == 1, run_rank, &b);
     return status == DPL_OK ? 0 : status == DPL_EINVAL ? 2 : 1;
 }
