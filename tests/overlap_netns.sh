@@ -2,17 +2,21 @@
 # Measures `bench overlap` over a slow link: one rank in each of two network namespaces, which a pair
 # of virtual interfaces joins at a limited rate. Without a rate it looks for one at which a run
 # without overlap spends 60 to 80 % of its compute in communication. Needs root, ip, tc and Open MPI;
-# skips, and says so, without. Leaves nothing behind.
+# skips, and says so, without. Leaves nothing behind. With `train` it compares the steps of a training
+# run without and with a lane instead, at the rate that is given: median seconds, and the phases' sum.
 # Usage: overlap_netns.sh BUILD [rate=MBIT] [key=value of bench overlap ...]
+#        overlap_netns.sh BUILD rate=MBIT train CONFIG [key=value ...]
 set -euo pipefail
 build=${1:?build folder}
 shift
 program=$(realpath "$build/dropless")
 rate=
 keys=()
+command=(bench overlap memory=messages)
 for key in "$@"; do
     case $key in
     rate=*) rate=${key#rate=} ;;
+    train) command=(train) ;;
     *) keys+=("$key") ;;
     esac
 done
@@ -65,16 +69,17 @@ export OMPI_MCA_btl_base_warn_component_unused=0
 # One thread a rank, each on a processor of its own.
 cat > "$work/rank" << END
 #!/bin/sh
-exec taskset -c \$OMPI_COMM_WORLD_RANK "$program" bench overlap memory=messages threads=1 "\$@"
+exec taskset -c \$OMPI_COMM_WORLD_RANK "$program" "\$@" threads=1
 END
 chmod +x "$work/rank"
-bench() # key=value ... -> a row in $work/row
+launch() # argument ... -> $work/row
 {
     timeout 900 ip netns exec "${id}a" unshare --uts sh -c 'hostname '"${id}a"'; exec "$@"' sh \
         mpirun.openmpi -n 2 --bind-to none --host 10.77.7.1:1,10.77.7.2:1 -x TMPDIR \
-        "$work/rank" "${keys[@]}" "$@" --json > "$work/row" 2> "$work/error" ||
+        "$work/rank" "${command[@]}" "${keys[@]}" "$@" > "$work/row" 2> "$work/error" < /dev/null ||
         { cat "$work/row" "$work/error" >&2; exit 1; }
 }
+bench() { launch "$@" --json; }
 field() { sed -E "s/.*\"$1\":([^,}]*).*/\1/" "$work/row"; }
 shape() # Mbit/s, both ways
 {
@@ -85,6 +90,25 @@ shape() # Mbit/s, both ways
 }
 calculate() { awk "BEGIN { print ($*) }"; }
 
+median() { sort -g | awk '{ x[NR] = $1 } END { print x[int((NR + 1) / 2)] }'; }
+train() # name key=value ...: its steps but the first, which warms up
+{
+    launch "base_output_directory=$work" "run_name=$1" step_profile=true enable_checkpointing=false eval_interval=-1 \
+        ep_shared_memory=false "${@:2}"
+    local rows
+    rows=$(tail -n +2 "$work/$1/metrics.jsonl")
+    echo "$1: step $(echo "$rows" | sed -E 's/.*"seconds": ([^,]*).*/\1/' | median) s, of it operators" \
+        "$(echo "$rows" | awk '{ s = 0; while (match($0, /"phase_[a-z_]*_ms": [0-9.e+-]*/)) {
+            split(substr($0, RSTART, RLENGTH), f, ": "); s += f[2] / 1e3; $0 = substr($0, RSTART + RLENGTH) }
+            print s }' | median) s"
+}
+if [ "${command[0]}" = train ]; then
+    [ -n "$rate" ] || { echo "overlap_netns: train needs rate=MBIT" >&2; exit 2; }
+    shape "$rate"
+    train blocking lane_threads=0
+    train overlapped lane_threads=1
+    exit
+fi
 if [ -z "$rate" ]; then
     shape 10000
     bench runs=1

@@ -98,7 +98,7 @@ same_run()
         bad "$2: metrics.jsonl differs from the undisturbed run's: $(head -n 5 difference)"
     rest=$(find "$2" -name '*.tmp')
     [ -z "$rest" ] || bad "$2: left behind: $rest"
-    grep -avE '^(|completed step: [0-9]+, seconds: .*, mfu: [0-9.]+|checkpoint: .*/[0-9]+|resuming after step [0-9]+|Completed eval after train step [0-9]+, loss=.*|Per train step:| Total TFLOPs: .*| split as .*|number parameters: .*|memory: .*|machine: .*|data: .*|nothing to do: .*|mesh: .*| data [0-9]+, fsdp [0-9]+: ranks .*| [0-9.]+ MB of weights, .*| and [0-9.]+ MB for .*)$' \
+    grep -avE '^(|completed step: [0-9]+, seconds: .*, mfu: [0-9.]+|checkpoint: .*/[0-9]+|resuming after step [0-9]+|Completed eval after train step [0-9]+, loss=.*|Per train step:| Total TFLOPs: .*| split as .*|number parameters: .*|memory: .*|machine: .*|data: .*|nothing to do: .*|mesh: .*| data [0-9]+, fsdp [0-9]+: ranks .*| [0-9.]+ MB of weights, .*| and up to [0-9.]+ MB for .*)$' \
         "$2/log.txt" > difference && bad "$2: odd lines in log.txt: $(head -n 3 difference)"
     return 0
 }

@@ -388,7 +388,7 @@ static void any_write_may_fail(void **state) {
             if (status == DPL_OK) break;
             assert_int_equal(status, DPL_EIO);
             assert_non_null(strstr(dpl_error_message(), "checkpoint of step 1"));
-            check_ok(dpl_checkpoint_newest(t->run_dir, false, NULL, newest));
+            check_ok(dpl_checkpoint_newest(t->run_dir, false, newest));
             // Whole (it was verified): the earlier one, or the new one where only the last sync
             // failed.
             const bool is_new = strcmp(strrchr(newest, '/'), "/1") == 0;
@@ -397,7 +397,7 @@ static void any_write_may_fail(void **state) {
         }
         print_message("  %zu places to fail\n", n);
         assert_true(n > 8);
-        check_ok(dpl_checkpoint_newest(t->run_dir, false, NULL, newest));
+        check_ok(dpl_checkpoint_newest(t->run_dir, false, newest));
         assert_string_equal(strrchr(newest, '/'), "/1");
         dpl_trainer *back = run_open(ctx, config);
         run_same_state(back, t);

@@ -275,6 +275,24 @@ static void agree(dpl_comm *comm, void *arg) {
     }
 }
 
+// A rank that found no memory has nowhere to put what the others say.
+static void agree_without_memory(dpl_comm *comm, void *arg) {
+    (void)arg;
+    const int bad = comm->n_ranks - 1;
+    int64_t own = comm->rank, all[R_MAX];
+    dpl_status mine = DPL_OK;
+    if (comm->rank == bad) mine = dpl_fail(DPL_ENOMEM, "no memory for a table");
+    assert_int_equal(
+        dpl_comm_agree_on(comm, mine, &own, sizeof own, comm->rank == bad ? NULL : all),
+        DPL_ENOMEM);
+    assert_non_null(strstr(dpl_error_message(), "no memory for a table"));
+}
+
+static void a_rank_without_memory_is_heard(void **state) {
+    (void)state;
+    ranks_run_all(agree_without_memory, NULL);
+}
+
 static void every_rank_gets_the_same_error(void **state) {
     (void)state;
     ranks_run_all(agree, NULL);
@@ -485,6 +503,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(communicators_split),
         cmocka_unit_test(sums_go_in_the_order_of_ranks),
         cmocka_unit_test(every_rank_gets_the_same_error),
+        cmocka_unit_test(a_rank_without_memory_is_heard),
         cmocka_unit_test(after_an_abort_every_call_fails),
         cmocka_unit_test(a_silent_rank_is_named),
         cmocka_unit_test(a_busy_rank_is_waited_for),

@@ -161,6 +161,15 @@ static void bf16_copies_are_gathered(void **state) {
                    "dtype=bfloat16 eval_steps=1 logits_via_embedding=true", 1);
 }
 
+// Products leave the padding of an odd width alone: what stands there is no gradient.
+static void odd_widths_train_alike(void **state) {
+    (void)state;
+    static const shape shapes[] = {
+        {1, 1, 1, NULL}, {1, 2, 1, NULL}, {1, 1, 2, NULL}, {1, 2, 2, NULL}, {2, 2, 1, NULL}};
+    compare_meshes(shapes, DPL_COUNT(shapes),
+                   "q_lora_rank=13 kv_lora_rank=21 base_moe_mlp_dim=19 base_mlp_dim=97", STEPS);
+}
+
 // Where sequences are too short for a depth its gradients are zero, on whatever rank they are.
 static void depths_that_do_not_fit_stay(void **state) {
     (void)state;
@@ -611,6 +620,7 @@ int main(void) {
         cmocka_unit_test(one_rank_of_a_batch_ends_all),
         cmocka_unit_test(bf16_copies_are_gathered),
         cmocka_unit_test(depths_that_do_not_fit_stay),
+        cmocka_unit_test(odd_widths_train_alike),
         cmocka_unit_test(checkpoints_go_to_any_mesh),
         cmocka_unit_test(meshes_that_cannot_be_are_refused),
         cmocka_unit_test(a_full_disk_ends_all_ranks),

@@ -22,7 +22,7 @@ void dpl_text_close(char **text) {
 
 /* ---- finding the subject ---- */
 static dpl_status open_dir(const char *path, subject *s) {
-    DPL_TRY(dpl_checkpoint_resolve(path, NULL, s->dir));
+    DPL_TRY(dpl_checkpoint_resolve(path, s->dir));
     s->dir[strlen(s->dir) - 1] = '\0'; // the slash at its end
     s->kind = dpl_has_file(s->dir, "manifest.json") ? "checkpoint" : "model";
     DPL_TRY(dpl_config_open_model(path, &s->config));

@@ -54,7 +54,7 @@ dpl_status dpl_config_open_model(const char *path, dpl_config **config_out) {
         DPL_TRY(dpl_path_join(dir, "config.yml", dir));
         return dpl_config_open(dir, config_out);
     }
-    DPL_TRY(dpl_checkpoint_resolve(path, NULL, dir));
+    DPL_TRY(dpl_checkpoint_resolve(path, dir));
     DPL_TRY(dpl_model_read_config(dir, &model, &dtype));
     return dpl_api_defaults(&model, dtype, config_out);
 }
@@ -69,7 +69,7 @@ dpl_status dpl_model_open(dpl_ctx *ctx, const char *path, const dpl_config *conf
     DPL_CHECK(ctx && model_out, "a context and a place for the model are needed");
     DPL_CHECK(path || config, "neither a path nor a configuration was given");
     if (path) {
-        DPL_TRY(dpl_checkpoint_resolve(path, NULL, dir));
+        DPL_TRY(dpl_checkpoint_resolve(path, dir));
         DPL_TRY(dpl_model_read_config(dir, &sizes, &dtype));
     } else {
         DPL_TRY(dpl_config_model(config, &sizes));

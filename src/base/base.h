@@ -53,6 +53,13 @@ void dpl_log_sink(dpl_log_fn fn, void *arg);
 void dpl_log(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
 double dpl_now(void); // monotonic seconds
+
+// What takes long, such as files, calls dpl_busy() again and again; it calls what this thread has
+// given, which may tell those who wait for it. fn NULL, as at first: nobody.
+typedef void (*dpl_busy_fn)(void *arg);
+void dpl_busy_hook(dpl_busy_fn fn, void *arg);
+void dpl_busy(void);
+
 uint64_t dpl_build_hash(void); // another one for another build of the library or program
 
 /* ---- memory --------------------------------------------------------------------------------- */

@@ -26,6 +26,18 @@ const char *dpl_status_text(dpl_status status) {
     return "unknown status";
 }
 
+static _Thread_local dpl_busy_fn busy_fn;
+static _Thread_local void *busy_arg;
+
+void dpl_busy_hook(dpl_busy_fn fn, void *arg) {
+    busy_fn = fn;
+    busy_arg = arg;
+}
+
+void dpl_busy(void) {
+    if (busy_fn) busy_fn(busy_arg);
+}
+
 const char *dpl_error_message(void) {
     return error_text;
 }

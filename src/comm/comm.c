@@ -53,6 +53,11 @@ static bool names_rank(const char *text) {
     return false;
 }
 
+void dpl_comm_tell(dpl_comm *comm, dpl_status status) {
+    if (status != DPL_OK && dpl_comm_ranks(comm) > 1 && !names_rank(dpl_error_message()))
+        dpl_comm_abort(comm, dpl_error_message());
+}
+
 static void abort_locked(dpl_world *world, const char *why) {
     if (world->failed != DPL_OK) return;
     if (names_rank(why)) dpl_world_fail(world, DPL_ECOMM, "%s", why);
@@ -442,18 +447,21 @@ dpl_status dpl_comm_barrier(dpl_comm *comm) {
 }
 
 /* ---- agreement ---- */
+// A rank that has failed may have nowhere to put the blocks: they come after all verdicts.
 static dpl_status read_verdicts(const dpl_comm *comm, const uint8_t *all, size_t bytes,
                                 uint8_t *receive) {
-    for (size_t r = 0; r < (size_t)comm->n_ranks; r++) {
+    const size_t R = (size_t)comm->n_ranks, each = sizeof(verdict) + bytes;
+    for (size_t r = 0; r < R; r++) {
         verdict v;
-        memcpy(&v, all + r * (sizeof v + bytes), sizeof v);
+        memcpy(&v, all + r * each, sizeof v);
         // The lowest rank that failed speaks for all.
         if (v.status != DPL_OK && names_rank(v.text))
             return dpl_fail((dpl_status)v.status, "%s", v.text);
         if (v.status != DPL_OK)
             return dpl_fail((dpl_status)v.status, "rank %d: %s", comm->members[r], v.text);
-        if (bytes > 0) memcpy(receive + r * bytes, all + r * (sizeof v + bytes) + sizeof v, bytes);
     }
+    for (size_t r = 0; r < R && bytes > 0; r++)
+        memcpy(receive + r * bytes, all + r * each + sizeof(verdict), bytes);
     return DPL_OK;
 }
 
@@ -483,19 +491,37 @@ dpl_status dpl_comm_agree(dpl_comm *comm, dpl_status mine) {
 }
 
 /* ---- sums ---- */
-#define SUM(name, type)                                                             \
-    dpl_status name(dpl_comm *comm, type *x, size_t n) {                            \
-        const size_t R = (size_t)comm->n_ranks;                                     \
-        if (R == 1 || n == 0) return DPL_OK;                                        \
-        type *all = dpl_alloc_array(R * n, sizeof *all);                            \
-        if (!all) return give_up(comm, "a sum");                                    \
-        const dpl_status status = dpl_comm_gather_now(comm, x, n * sizeof *x, all); \
-        for (size_t i = 0; status == DPL_OK && i < n; i++) {                        \
-            x[i] = all[i];                                                          \
-            for (size_t r = 1; r < R; r++) x[i] += all[r * n + i];                  \
-        }                                                                           \
-        dpl_free(all);                                                              \
-        return status;                                                              \
+// Each rank adds up a part of all arrays, in the order of ranks, and hands it out: so what a rank
+// sends and receives does not grow with their number.
+typedef void (*sum_fn)(const void *parts, size_t R, size_t n, void *sum);
+
+static dpl_status sum_parts(dpl_comm *comm, void *x, size_t n, size_t width, sum_fn add) {
+    const size_t R = (size_t)comm->n_ranks, part = dpl_div_up(n, R), bytes = part * width;
+    if (R == 1 || n == 0) return DPL_OK;
+    uint8_t *whole = dpl_alloc_array(2 * R + 1, bytes); // zeros
+    if (!whole) return give_up(comm, "a sum");
+    uint8_t *parts = whole + R * bytes, *mine = parts + R * bytes;
+    memcpy(whole, x, n * width);
+    dpl_ticket ticket;
+    dpl_status status = dpl_comm_swap(comm, whole, bytes, parts, &ticket);
+    if (status == DPL_OK) status = dpl_comm_wait(comm, ticket);
+    if (status == DPL_OK) add(parts, R, part, mine);
+    if (status == DPL_OK) status = dpl_comm_gather_now(comm, mine, bytes, whole);
+    if (status == DPL_OK) memcpy(x, whole, n * width);
+    dpl_free(whole);
+    return status;
+}
+
+#define SUM(name, type)                                                        \
+    static void add_##type(const void *parts, size_t R, size_t n, void *sum) { \
+        const type *from = parts;                                              \
+        type *to = sum;                                                        \
+        memcpy(to, from, n * sizeof *to);                                      \
+        for (size_t r = 1; r < R; r++)                                         \
+            for (size_t i = 0; i < n; i++) to[i] += from[r * n + i];           \
+    }                                                                          \
+    dpl_status name(dpl_comm *comm, type *x, size_t n) {                       \
+        return sum_parts(comm, x, n, sizeof *x, add_##type);                   \
     }
 SUM(dpl_comm_sum_f64, double)
 SUM(dpl_comm_sum_i64, int64_t)

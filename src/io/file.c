@@ -14,6 +14,8 @@
 
 #include "io/io.h"
 
+#define PIECE_BYTES ((size_t)32 << 20) // between two signs of life
+
 static atomic_size_t fault_countdown;
 
 void dpl_fault_write(size_t nth) {
@@ -100,6 +102,7 @@ dpl_status dpl_make_dirs(const char *path) {
 
 static int remove_one(const char *path, const struct stat *st, int kind, struct FTW *where) {
     (void)st, (void)kind, (void)where;
+    dpl_busy();
     return remove(path) == 0 ? 0 : (int)dpl_fail(DPL_EIO, "cannot remove %s: %m", path);
 }
 
@@ -131,6 +134,7 @@ static dpl_status sync_path(const char *path) {
 
 static int sync_one(const char *path, const struct stat *st, int kind, struct FTW *where) {
     (void)st, (void)where;
+    dpl_busy();
     return kind == FTW_SL ? 0 : (int)sync_path(path);
 }
 
@@ -168,15 +172,26 @@ dpl_status dpl_out_open_dir(const char *path, dpl_out *out) {
     return dpl_make_dirs(out->temp);
 }
 
+// Pages go to the disk as they are written, so that the sync at the end does not take minutes.
+static void write_back(dpl_out *out, size_t n) {
+    out->dirty_bytes += n;
+    if (out->dirty_bytes < PIECE_BYTES) return;
+    (void)sync_file_range(out->fd, 0, 0, // all: what was begun before is waited for
+                          SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE);
+    out->dirty_bytes = 0;
+    dpl_busy();
+}
+
 dpl_status dpl_out_write(dpl_out *out, const void *data, size_t bytes) {
     const char *at = data;
     const bool fault = bytes > 0 && fault_strikes();
     for (size_t left = fault ? bytes / 2 : bytes; left > 0;) {
-        const ssize_t n = write(out->fd, at, left);
+        const ssize_t n = write(out->fd, at, DPL_MIN(left, PIECE_BYTES));
         if (n < 0 && errno == EINTR) continue;
         if (n <= 0) return dpl_fail(DPL_EIO, "cannot write %s: %m", out->path);
         at += n;
         left -= (size_t)n;
+        write_back(out, (size_t)n);
     }
     return fault ? dpl_fail(DPL_EIO, "cannot write %s: %s", out->path, strerror(ENOSPC)) : DPL_OK;
 }

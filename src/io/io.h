@@ -30,7 +30,8 @@ dpl_status dpl_path_join(const char *dir, const char *name, char *out);
 // then it is "DIR/.NAME.tmp".
 typedef struct dpl_out {
     char path[PATH_MAX], dir[PATH_MAX], temp[PATH_MAX];
-    int fd; // -1: a folder, to be filled at temp
+    int fd;             // -1: a folder, to be filled at temp
+    size_t dirty_bytes; // written since the system was last asked to put them on the disk
 } dpl_out;
 dpl_status dpl_out_open(const char *path, dpl_out *out);
 dpl_status dpl_out_open_dir(const char *path, dpl_out *out); // makes the folders above it too

@@ -3,8 +3,8 @@
 // A file is the header's length (8 bytes), the header (JSON: name -> dtype, shape, data_offsets)
 // and the data. The whole header is checked at open, against the file's size too, so that a tensor
 // that was found needs no further check. Data may lie at odd addresses, hence memcpy everywhere.
-// In a directory the index alone decides which files are read, so shards that an earlier save left
-// do no harm; a file and the index that disagree are an error, because one of them is damaged and
+// In a directory with an index that alone decides which files are read, so shards that an earlier
+// save left do no harm; a file and the index that disagree are an error, because one of them is damaged and
 // weights would stay at their random start.
 #include <math.h>
 #include <stdlib.h>
@@ -211,7 +211,7 @@ static dpl_status open_file(dpl_st_file *all, const char *path) {
     DPL_TRY(dpl_st_index_path(path, all->index_path));
     if (dpl_path_exists(path) || !dpl_path_exists(all->index_path)) return open_part(all, "", path);
     const char *slash = strrchr(path, '/');
-    snprintf(dir, sizeof dir, "%.*s", slash ? (int)(slash - path) : 1, slash ? path : ".");
+    snprintf(dir, sizeof dir, "%.*s", slash ? (int)(slash - path) + 1 : 2, slash ? path : "./");
     return open_listed(all, dir);
 }
 

@@ -532,7 +532,10 @@ static dpl_status run_batch(pass *p, dpl_loss_sums *sums_out) {
     dpl_flow_start(m, pass_units(m, p->batch->n_seq, p->train), p->train);
     dpl_status status = start_pass(p);
     const bool started = status == DPL_OK;
+    const double planned = pass_bytes(m, (double)dpl_batch_tokens(p->batch), p->train);
+    if (started) m->ctx->planned_end = mark + (size_t)planned;
     if (started) status = run_pass(p, &sums);
+    m->ctx->planned_end = 0;
     status = dpl_flow_finish(m, status);
     dpl_ctx_release(m->ctx, mark);
     // Layer by layer once more; ranks that stop at different layers would miss each other.

@@ -270,7 +270,9 @@ void dpl_model_renew_grads(dpl_model *m, size_t unit) {
     for (dpl_param *p = m->params.list; p < m->params.list + m->params.n; p++) {
         if (p->layer + 1 != (int)unit) continue;
         p->stale = true;
-        if (p->kind > DPL_GATE_UP || p->id == DPL_P_EMBED) settle_grad(m, p);
+        // Products leave the padding of an odd k alone, which in a slot is another layer's.
+        const bool padded = dpl_model_shards(m) > 1 && p->k % 2 == 1;
+        if (p->kind > DPL_GATE_UP || p->id == DPL_P_EMBED || padded) settle_grad(m, p);
     }
 }
 

@@ -98,7 +98,9 @@ size_t dpl_shards_bytes(const dpl_model *m) {
     for (size_t u = 1; u < p->n_units; u++) layer = DPL_MAX(layer, p->units[u].elems);
     const size_t root = p->units[ROOT].elems,
                  weight = 4 + dpl_dtype_bytes(m->dtype); // and gradient
-    return is_sharded(m) ? (2 * layer + root) * weight + 4 * DPL_MAX(layer, root) : 0;
+    const size_t most = 4 * DPL_MAX(layer, root);
+    const size_t whole = is_sharded(m) ? (2 * layer + root) * weight + most : 0;
+    return whole + (has_replicas(m) ? most / dpl_model_shards(m) : 0);
 }
 
 size_t dpl_param_own(const dpl_model *m, const dpl_param *param, size_t *own_out) {

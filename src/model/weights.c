@@ -101,7 +101,7 @@ static dpl_status open_slots(slots *s, dpl_dtype dtype) {
 static dpl_status read_slot(const slots *s, const slot *at, float *whole) {
     const dpl_disk_tensor *want = at->t;
     const size_t first = s->m->params.units[want->unit].first;
-    dpl_comm_alive(s->m->others.experts);
+    dpl_busy();
     const dpl_st_tensor *got = at->found;
     const int64_t rows = got->rank > 0 ? got->shape[0] : 1;
     const int64_t cols = got->rank > 1 ? got->shape[1] : 1;
@@ -244,7 +244,7 @@ static const void *slot_data(void *arg, size_t i) {
     const dpl_disk_tensor *t = s->at[i].t;
     const size_t F = dpl_model_shards(m), n_rounds = dpl_div_up(m->params.n_units, F);
     float *flat = s->flats[s->at[i].i_flat];
-    dpl_comm_alive(m->others.experts);
+    dpl_busy();
     if (t->bias) return t->bias;
     deal_until(s, s->at[i].i_flat * n_rounds + t->unit / F + 1);
     dpl_disk_gather_from(t, dpl_unit_room(m, t->unit, flat, s->room),

@@ -57,17 +57,22 @@ size_t dpl_moe_saved_bytes(const dpl_moe_shape *shape, size_t n_tokens) {
     return count.used_bytes;
 }
 
-// More rows may arrive than anybody foresaw: whether there is step memory for them, forward and on
-// the way back. (With one rank the caller knows beforehand.)
-static dpl_status check_rows(const dpl_ctx *ctx, const dpl_moe_memory *memory,
-                             const dpl_moe_shape *shape, const dpl_moe_saved *s) {
-    const double n = (double)s->ep.n_rows, item = (double)dpl_dtype_bytes(shape->dtype);
-    const double sent = s->ep.ranks->n_hosts > 1 ? 2 * n * item * (double)shape->d : 0;
-    const double bytes = 2 * n * item * (double)(dpl_gate_up_width(shape->f) + shape->f) + sent;
+// More rows may arrive than anybody foresaw: whether there is step memory for what these take above
+// the plan, forward and on the way back, beside what is planned. (With one rank there are none.)
+static dpl_status check_rows(dpl_ctx *ctx, const dpl_moe_memory *memory, const dpl_moe_shape *shape,
+                             const dpl_moe_saved *s) {
+    const size_t planned = ctx->planned_end ? s->ep.n_tokens * s->ep.top_k : 0;
+    const size_t extra = s->ep.n_rows - DPL_MIN(planned, s->ep.n_rows);
+    const size_t sent = s->ep.ranks->n_hosts > 1 ? 2 * shape->d : 0;
+    const size_t bytes = extra * dpl_dtype_bytes(shape->dtype) *
+                         (2 * (dpl_gate_up_width(shape->f) + shape->f) + sent);
+    const size_t mark = dpl_ctx_mark(ctx),
+                 left = ctx->planned_end - DPL_MIN(ctx->planned_end, mark);
     if (memory || !dpl_ep_is_spread(s->ep.ranks)) return DPL_OK;
-    DPL_EXPECT(bytes < (double)dpl_arena_free_bytes(ctx->arena), DPL_ENOMEM,
+    DPL_EXPECT(bytes + left < dpl_arena_free_bytes(ctx->arena), DPL_ENOMEM,
                "no step memory for the %zu rows that arrive: about %.3g GB", s->ep.n_rows,
-               1e-9 * bytes);
+               1e-9 * (double)(bytes + left));
+    if (ctx->planned_end) ctx->planned_end += bytes;
     return DPL_OK;
 }
 

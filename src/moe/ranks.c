@@ -28,8 +28,7 @@ static dpl_status compare(dpl_ep_ranks *ranks, uint64_t form, dpl_status mine) {
     if (mine == DPL_OK) own[2] = dpl_hash64(ranks->first, (R + 1) * sizeof *ranks->first, 0);
     uint64_t(*all)[4] = dpl_alloc_array(R, sizeof *all);
     if (!all && mine == DPL_OK) mine = dpl_fail(DPL_ENOMEM, "no memory for %zu ranks", R);
-    dpl_status status = all ? dpl_comm_agree_on(ranks->comm, mine, own, sizeof own, all)
-                            : dpl_comm_agree(ranks->comm, mine);
+    dpl_status status = dpl_comm_agree_on(ranks->comm, mine, own, sizeof own, all);
     for (size_t r = 0; status == DPL_OK && r < R; r++) {
         ranks->memory_bytes = (size_t)DPL_MIN(ranks->memory_bytes, all[r][3]);
         if (memcmp(all[r], all[0], 3 * sizeof **all) != 0)

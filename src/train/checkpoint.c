@@ -72,8 +72,7 @@ static dpl_status remove_all_but(int64_t n_keep, const char *dir,
 
 /* ---- manifest ---- */
 // {"bytes": n, "blocks": [checksum, ...]}, a new reference.
-static dpl_status describe_file(const char *dir, const char *name, dpl_comm *comm,
-                                json_t **entry_out) {
+static dpl_status describe_file(const char *dir, const char *name, json_t **entry_out) {
     char path[PATH_MAX];
     dpl_map map;
     DPL_TRY(dpl_path_join(dir, name, path));
@@ -83,7 +82,7 @@ static dpl_status describe_file(const char *dir, const char *name, dpl_comm *com
         const unsigned long long sum = dpl_hash64(map.data + at,
                                                   DPL_MIN((size_t)BLOCK_BYTES, map.bytes - at), 0);
         json_array_append_new(blocks, json_sprintf("%016llx", sum));
-        dpl_comm_alive(comm);
+        dpl_busy();
     }
     *entry_out = json_pack("{s:I, s:o}", "bytes", (json_int_t)map.bytes, "blocks", blocks);
     dpl_map_close(&map);
@@ -91,7 +90,7 @@ static dpl_status describe_file(const char *dir, const char *name, dpl_comm *com
 }
 
 // Of the files in a folder that `files` does not have yet.
-static dpl_status describe_files(const char *dir, dpl_comm *comm, json_t *files) {
+static dpl_status describe_files(const char *dir, json_t *files) {
     struct dirent **list;
     int n;
     json_t *entry;
@@ -99,7 +98,7 @@ static dpl_status describe_files(const char *dir, dpl_comm *comm, json_t *files)
     dpl_status status = DPL_OK;
     for (int i = 0; i < n && status == DPL_OK; i++) {
         if (json_object_get(files, list[i]->d_name)) continue;
-        status = describe_file(dir, list[i]->d_name, comm, &entry);
+        status = describe_file(dir, list[i]->d_name, &entry);
         if (status == DPL_OK && json_object_set_new(files, list[i]->d_name, entry) != 0)
             status = dpl_fail(DPL_ENOMEM, "no memory for the manifest of %s", dir);
     }
@@ -108,9 +107,9 @@ static dpl_status describe_files(const char *dir, dpl_comm *comm, json_t *files)
 }
 
 // files: entries that ranks have made of their own files.
-static dpl_status write_manifest(const char *dir, dpl_comm *comm, json_t *files) {
+static dpl_status write_manifest(const char *dir, json_t *files) {
     char path[PATH_MAX];
-    DPL_TRY(describe_files(dir, comm, files));
+    DPL_TRY(describe_files(dir, files));
     DPL_TRY(dpl_path_join(dir, MANIFEST, path));
     json_t *manifest = json_pack("{s:s, s:i, s:i, s:O}", "format", MANIFEST_KIND, "version", 1,
                                  "block_bytes", BLOCK_BYTES, "files", files);
@@ -119,13 +118,13 @@ static dpl_status write_manifest(const char *dir, dpl_comm *comm, json_t *files)
     return status;
 }
 
-static dpl_status verify_file(const char *dir, const char *name, dpl_comm *comm, json_t *want) {
+static dpl_status verify_file(const char *dir, const char *name, json_t *want) {
     json_t *have, *found, *sums;
     json_int_t bytes, size;
     DPL_EXPECT(!strchr(name, '/') &&
                    json_unpack(want, "{s:I, s:o}", "bytes", &bytes, "blocks", &sums) == 0,
                DPL_EFORMAT, "%s/" MANIFEST ": the entry \"%s\" is damaged", dir, name);
-    DPL_TRY(describe_file(dir, name, comm, &have));
+    DPL_TRY(describe_file(dir, name, &have));
     json_unpack(have, "{s:I, s:o}", "bytes", &size, "blocks", &found);
     size_t i = 0;
     while (i < json_array_size(found) &&
@@ -142,9 +141,10 @@ static dpl_status verify_file(const char *dir, const char *name, dpl_comm *comm,
     return status;
 }
 
-static dpl_status verify(const char *dir, dpl_comm *comm) {
+dpl_status dpl_checkpoint_verify(const char *dir) {
     char path[PATH_MAX];
     json_t *manifest;
+    DPL_NEED(dir);
     DPL_TRY(dpl_path_join(dir, MANIFEST, path));
     DPL_EXPECT(dpl_path_exists(path), DPL_EFORMAT, "%s: no checkpoint, it has no " MANIFEST, dir);
     DPL_TRY(dpl_json_read(path, &manifest));
@@ -160,18 +160,13 @@ static dpl_status verify(const char *dir, dpl_comm *comm) {
         status = dpl_fail(DPL_EFORMAT, "%s: lists no config.json or no trainer.json", path);
     for (void *at = json_object_iter(files); at && status == DPL_OK;
          at = json_object_iter_next(files, at))
-        status = verify_file(dir, json_object_iter_key(at), comm, json_object_iter_value(at));
+        status = verify_file(dir, json_object_iter_key(at), json_object_iter_value(at));
     json_decref(manifest);
     return status;
 }
 
-dpl_status dpl_checkpoint_verify(const char *dir) {
-    DPL_NEED(dir);
-    return verify(dir, NULL);
-}
-
 /* ---- the checkpoints of a run ---- */
-dpl_status dpl_checkpoint_newest(const char *run_dir, bool clean, dpl_comm *comm, char *dir_out) {
+dpl_status dpl_checkpoint_newest(const char *run_dir, bool clean, char *dir_out) {
     char checkpoints[PATH_MAX], path[PATH_MAX] = "", why[1024] = "";
     struct dirent **list;
     int n;
@@ -181,7 +176,7 @@ dpl_status dpl_checkpoint_newest(const char *run_dir, bool clean, dpl_comm *comm
     dpl_status first = DPL_OK, status = DPL_OK;
     for (int i = n - 1; i >= 0; i--) {
         status = dpl_path_join(checkpoints, list[i]->d_name, path);
-        if (status == DPL_OK) status = verify(path, comm);
+        if (status == DPL_OK) status = dpl_checkpoint_verify(path);
         if (status == DPL_OK) break;
         if (first == DPL_OK) snprintf(why, sizeof why, "%s", dpl_error_message());
         if (first == DPL_OK) first = status;
@@ -194,14 +189,14 @@ dpl_status dpl_checkpoint_newest(const char *run_dir, bool clean, dpl_comm *comm
                     path);
 }
 
-dpl_status dpl_checkpoint_resolve(const char *path, dpl_comm *comm, char *dir_out) {
+dpl_status dpl_checkpoint_resolve(const char *path, char *dir_out) {
     char dir[PATH_MAX];
     DPL_CHECK(*path, "the path of the model is empty");
     DPL_EXPECT(dpl_path_exists(path), DPL_EIO, "cannot find the model %s: %m", path);
     if (dpl_has_file(path, MANIFEST)) {
-        DPL_TRY(verify(path, comm));
+        DPL_TRY(dpl_checkpoint_verify(path));
     } else if (dpl_has_file(path, "checkpoints/.")) { // a folder
-        DPL_TRY(dpl_checkpoint_newest(path, false, comm, dir));
+        DPL_TRY(dpl_checkpoint_newest(path, false, dir));
         DPL_EXPECT(dir[0], DPL_EIO, "%s: the run has no checkpoint", path);
         path = dir;
     }
@@ -265,11 +260,11 @@ static dpl_status apply_state(dpl_trainer *t, json_t *state, const char *path) {
 /* ---- save and load ---- */
 // Each rank writes its part of the large files, and checks it: the first one puts the entries of
 // all into the manifest.
-static dpl_status describe_part(const char *dir, const char *part, dpl_comm *comm, json_t *files) {
+static dpl_status describe_part(const char *dir, const char *part, json_t *files) {
     json_t *entry;
     if (!part[0]) return DPL_OK;
     const char *name = strrchr(part, '/') + 1;
-    DPL_TRY(describe_file(dir, name, comm, &entry));
+    DPL_TRY(describe_file(dir, name, &entry));
     DPL_EXPECT(json_object_set_new(files, name, entry) == 0, DPL_ENOMEM,
                "no memory for the checksums of %s", part);
     return DPL_OK;
@@ -288,8 +283,8 @@ static dpl_status write_parts(dpl_trainer *t, const char *dir, json_t *files) {
                                                   state);
     if (first != DPL_OK) return dpl_fail(first, "%s", why);
     DPL_TRY(second);
-    DPL_TRY(describe_part(dir, weights, t->mesh.world, files));
-    return describe_part(dir, state, t->mesh.world, files);
+    DPL_TRY(describe_part(dir, weights, files));
+    return describe_part(dir, state, files);
 }
 
 // The entries of all ranks, on the first one.
@@ -299,8 +294,9 @@ static dpl_status collect_entries(dpl_trainer *t, json_t *files) {
     if (R == 1) return DPL_OK;
     char *text = json_dumps(files, JSON_COMPACT), *all = NULL;
     size_t *sizes = dpl_alloc_array(4 * R, sizeof *sizes), n = text ? strlen(text) : 0, sum = 0;
-    size_t *const zero = sizes, *const send = sizes + R, *const at = sizes + 2 * R,
-                  *const come = sizes + 3 * R;
+    size_t *const zero = sizes, *const send = sizes ? sizes + R : NULL,
+                  *const at = sizes ? sizes + 2 * R : NULL,
+                  *const come = sizes ? sizes + 3 * R : NULL;
     dpl_status status = text && sizes ? DPL_OK : dpl_fail(DPL_ENOMEM, "no memory for the manifest");
     status = dpl_comm_agree_on(world, status, &n, sizeof n, come);
     for (size_t r = 0; status == DPL_OK && r < R; r++) {
@@ -339,7 +335,7 @@ static dpl_status fill_checkpoint(dpl_trainer *t, const char *dir, json_t *files
     if (!dpl_mesh_is_first(&t->mesh)) return DPL_OK;
     DPL_TRY(dpl_path_join(dir, "trainer.json", path));
     DPL_TRY(write_state(t, path));
-    return write_manifest(dir, t->mesh.world, files);
+    return write_manifest(dir, files);
 }
 
 // The first rank makes the folder, tells the others where, and gives it its name in the end.
@@ -363,10 +359,8 @@ static dpl_status write_checkpoint(dpl_trainer *t, const char *name) {
     return status;
 }
 
-dpl_status dpl_trainer_save(dpl_trainer *t) {
+static dpl_status save(dpl_trainer *t) {
     char checkpoints[PATH_MAX], name[32];
-    DPL_NEED(t);
-    DPL_CHECK(t->step > 0, "there is nothing to save before the first step");
     snprintf(name, sizeof name, "%lld", (long long)t->step - 1);
     dpl_status status = write_checkpoint(t, name);
     if (status != DPL_OK) status = dpl_fail_in(status, "checkpoint of step %s", name);
@@ -378,6 +372,15 @@ dpl_status dpl_trainer_save(dpl_trainer *t) {
     if (remove_all_but(n_keep, checkpoints, is_step) != DPL_OK)
         dpl_log("warning: an old checkpoint could not be removed: %s", dpl_error_message());
     return DPL_OK;
+}
+
+dpl_status dpl_trainer_save(dpl_trainer *t) {
+    DPL_NEED(t);
+    DPL_CHECK(t->step > 0, "there is nothing to save before the first step");
+    dpl_busy_hook(dpl_trainer_say_alive, t->mesh.world);
+    const dpl_status status = save(t);
+    dpl_busy_hook(NULL, NULL);
+    return status;
 }
 
 dpl_status dpl_checkpoint_load(dpl_trainer *t, const char *dir) {

@@ -108,9 +108,9 @@ static dpl_status write_mesh(dpl_trainer *t) {
     DPL_TRY(write_places(t));
     SAY(t, " %.1f MB of weights, gradients and optimizer a rank; experts a rank: %zu of %zu",
         1e-6 * bytes, dpl_ep_local_experts(&t->model->ranks), t->model->config.n_experts);
-    if (mesh->n_fsdp > 1)
-        SAY(t, " and %.1f MB for what is gathered and its gradients: of two layers, and outside",
-            1e-6 * (double)dpl_shards_bytes(t->model));
+    SAY(t, " and up to %.1f MB for gradients that are added up%s",
+        1e-6 * (double)dpl_shards_bytes(t->model),
+        mesh->n_fsdp > 1 ? " and what is gathered: two layers, and what is outside of layers" : "");
     return DPL_OK;
 }
 
@@ -227,8 +227,7 @@ dpl_status dpl_trainer_run(dpl_trainer *t, const dpl_trainer_events *events) {
     if (status == DPL_OK) status = write_head(t);
     if (status == DPL_OK) status = train(t);
     // The others may wait for this rank: they end with its message.
-    if (status != DPL_OK && status != DPL_EINTR && t->mesh.world->n_ranks > 1)
-        dpl_comm_abort(t->mesh.world, dpl_error_message());
+    if (status != DPL_EINTR) dpl_comm_tell(t->mesh.world, status);
     if (t->log) fclose(t->log);
     if (t->metrics) fclose(t->metrics);
     t->log = t->metrics = NULL;

@@ -284,6 +284,7 @@ dpl_status dpl_train_pass(dpl_model *model, const dpl_mesh *mesh, const dpl_loss
 dpl_status dpl_evaluate(dpl_model *model, const dpl_mesh *mesh, const dpl_data *data,
                         const dpl_loss_rule *rule, int64_t most, dpl_tokens *tokens,
                         dpl_progress_fn progress, void *arg, dpl_eval_metrics *metrics_out);
+void dpl_trainer_say_alive(void *world); // for dpl_busy_hook(): a communicator
 // DPL_EIO: another process has the run directory. One that is not there is left for the next call.
 dpl_status dpl_trainer_lock(dpl_trainer *t);
 
@@ -292,10 +293,9 @@ dpl_status dpl_checkpoint_load(dpl_trainer *t, const char *dir); // a verified o
 bool dpl_has_file(const char *dir, const char *name);            // or folder
 // The newest checkpoint of a run directory, verified; "" if none. A damaged one is an error
 // that names the newest good one before it. What a killed process left is removed if `clean`.
-// While it reads, those that wait in `comm` are told so; NULL: nobody waits.
-dpl_status dpl_checkpoint_newest(const char *run_dir, bool clean, dpl_comm *comm, char *dir_out);
+dpl_status dpl_checkpoint_newest(const char *run_dir, bool clean, char *dir_out);
 // The model directory of PATH (dropless.h), with a slash at its end; a checkpoint is verified.
-dpl_status dpl_checkpoint_resolve(const char *path, dpl_comm *comm, char *dir_out);
+dpl_status dpl_checkpoint_resolve(const char *path, char *dir_out);
 
 /* ---- metrics (metrics.c) ---- */
 void dpl_metrics_line(const dpl_trainer *t, const dpl_step_metrics *m, char *text, size_t size);

@@ -42,13 +42,12 @@ dpl_status dpl_trainer_lock(dpl_trainer *t) {
 
 static dpl_status find_origin(const dpl_trainer *t, origin *from) {
     *from = (origin){0};
-    if (t->o->enable_checkpointing)
-        DPL_TRY(dpl_checkpoint_newest(t->run_dir, true, t->mesh.world, from->dir));
+    if (t->o->enable_checkpointing) DPL_TRY(dpl_checkpoint_newest(t->run_dir, true, from->dir));
     from->own = from->full = from->dir[0] != '\0';
     if (from->own) return DPL_OK;
     from->full = t->o->load_full_state_path[0] != '\0';
     const char *path = from->full ? t->o->load_full_state_path : t->o->load_parameters_path;
-    return path[0] ? dpl_checkpoint_resolve(path, t->mesh.world, from->dir) : DPL_OK;
+    return path[0] ? dpl_checkpoint_resolve(path, from->dir) : DPL_OK;
 }
 
 // The first rank looks into the folders: it removes what a killed run has left there.
@@ -116,11 +115,16 @@ static void set_lengths(dpl_trainer *t) {
     if (most < (double)t->n_steps) t->n_steps = (int64_t)most;
 }
 
+void dpl_trainer_say_alive(void *world) {
+    dpl_comm_alive(world);
+}
+
 static dpl_status open_parts(dpl_trainer *t) {
     origin from;
     t->o = &t->config->o;
     DPL_TRY(resolve_run(t));
     DPL_TRY(dpl_mesh_open(t->o, t->ctx->comm, &t->mesh));
+    dpl_busy_hook(dpl_trainer_say_alive, t->mesh.world);
     DPL_TRY(dpl_comm_neighbours(t->mesh.world, &t->ctx->n_neighbours));
     DPL_TRY(agree_on_origin(t, &from));
     DPL_TRY(open_model(t, &from));
@@ -147,9 +151,9 @@ dpl_status dpl_trainer_open(dpl_ctx *ctx, const dpl_config *config, dpl_trainer 
         status = dpl_config_clone(config, &t->config);
     }
     if (status == DPL_OK) status = open_parts(t);
+    dpl_busy_hook(NULL, NULL);
     // The others may wait for this rank: they end with its message.
-    if (status != DPL_OK && dpl_comm_ranks(ctx->comm) > 1)
-        dpl_comm_abort(ctx->comm, dpl_error_message());
+    dpl_comm_tell(ctx->comm, status);
     if (status != DPL_OK) dpl_trainer_close(&t);
     if (status == DPL_OK) *trainer_out = t;
     return status;
