@@ -343,6 +343,27 @@ static void a_silent_rank_is_named(void **state) {
     ranks_run("threads", 3, stay_away, (char[]){"on lanes"});
 }
 
+// Who waits for a rank that waits itself, for the one that is dead, names the latter.
+static void wait_in_a_row(dpl_comm *comm, void *arg) {
+    (void)arg;
+    dpl_comm *low, *high; // ranks 0 and 1, 1 and 2
+    assert_int_equal(dpl_comm_split(comm, comm->rank < 2 ? 0 : -1, &low), DPL_OK);
+    assert_int_equal(dpl_comm_split(comm, comm->rank > 0 ? 0 : -1, &high), DPL_OK);
+    dpl_comm_set_timeout(comm, 0.8);
+    if (comm->rank == 1) usleep(500000);
+    if (comm->rank == 2) usleep(2000000);
+    assert_int_equal(dpl_comm_barrier(comm->rank == 0 ? low : high), DPL_ECOMM);
+    assert_non_null(strstr(dpl_error_message(), "rank 2 has not been heard of"));
+    dpl_comm_close(&low);
+    dpl_comm_close(&high);
+}
+
+static void a_rank_that_waits_is_not_silent(void **state) {
+    (void)state;
+    if (dpl_comm_launcher()) skip();
+    ranks_run("threads", 3, wait_in_a_row, NULL);
+}
+
 // Who is long at a file and says so is waited for.
 static void take_long(dpl_comm *comm, void *arg) {
     (void)arg;
@@ -422,7 +443,7 @@ static void a_split_without_memory_fails_everywhere(void **state) {
     if (dpl_comm_launcher()) skip();
     for (size_t nth = 1;; nth++) {
         atomic_bool failed = false;
-        dpl_fault_alloc(14 + nth); // after those of the communicators themselves
+        dpl_fault_alloc(18 + nth); // after those of the communicators themselves
         ranks_run("threads", 3, split_once, &failed);
         dpl_fault_alloc(0);
         if (!failed) break;
@@ -506,6 +527,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(a_rank_without_memory_is_heard),
         cmocka_unit_test(after_an_abort_every_call_fails),
         cmocka_unit_test(a_silent_rank_is_named),
+        cmocka_unit_test(a_rank_that_waits_is_not_silent),
         cmocka_unit_test(a_busy_rank_is_waited_for),
         cmocka_unit_test(blocks_of_another_size_are_an_error),
         cmocka_unit_test(a_communicator_may_be_closed_early),

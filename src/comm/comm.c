@@ -80,16 +80,19 @@ bool dpl_comm_has_failed(dpl_comm *comm) {
     return failed;
 }
 
-void dpl_comm_alive(dpl_comm *comm) {
-    dpl_world *world = comm ? comm->world : NULL;
-    if (!world || !world->ops->greet) return;
-    pthread_mutex_lock(&world->lock);
+// Some times within the time-out.
+static void greet(dpl_world *world) {
     const double now = dpl_now();
-    if (now - world->greeted > world->timeout_s / 8 && world->failed == DPL_OK) {
-        world->greeted = now;
-        world->ops->greet(world);
-    }
-    pthread_mutex_unlock(&world->lock);
+    if (now - world->greeted < world->timeout_s / 8 || world->failed != DPL_OK) return;
+    world->greeted = now;
+    if (world->ops->greet) world->ops->greet(world);
+}
+
+void dpl_comm_alive(dpl_comm *comm) {
+    if (!comm) return;
+    pthread_mutex_lock(&comm->world->lock);
+    greet(comm->world);
+    pthread_mutex_unlock(&comm->world->lock);
 }
 
 // The peers wait for this rank: without a word they would do so until the time is over.
@@ -146,7 +149,9 @@ dpl_status dpl_world_open(const dpl_comm_ops *ops, int rank, int n_ranks, void *
                           void *comm_state, dpl_comm **comm_out) {
     dpl_world *world = dpl_alloc(sizeof *world);
     dpl_comm *comm = world ? alloc_comm(world, rank, n_ranks, NULL) : NULL;
-    if (!comm) {
+    if (comm) world->heard_s = dpl_alloc_array((size_t)n_ranks, sizeof *world->heard_s);
+    if (!comm || !world->heard_s) {
+        if (comm) free_comm(comm);
         dpl_free(world);
         return dpl_fail(DPL_ENOMEM, "no memory for a communicator of %d ranks", n_ranks);
     }
@@ -180,6 +185,7 @@ void dpl_comm_close(dpl_comm **comm) {
     pthread_mutex_unlock(&world->lock);
     if (last) {
         pthread_mutex_destroy(&world->lock);
+        dpl_free(world->heard_s);
         dpl_free(world);
     }
     *comm = NULL;
@@ -259,13 +265,28 @@ bool dpl_world_advance(dpl_world *world) {
     return is_flying && world->failed == DPL_OK;
 }
 
-// The first rank that an exchange waits for: it has sent nothing, or not taken what this one sent.
-static void fail_of_silence(dpl_comm *comm, const dpl_op *op) {
+static bool is_silent(const dpl_world *world, int rank, double since) {
+    return world->waited_s - DPL_MAX(world->heard_s[rank], since) > world->timeout_s;
+}
+
+// Ranks that wait, or are busy, give signs of life. So one that gives none is named by who waits
+// for it, and those who wait for others meanwhile go on waiting. An exchange waits for who has sent
+// nothing, or not taken what this rank sends; where a transport does not know who that is, those who
+// do come first. since: waited_s when the wait began.
+static void check_silence(dpl_comm *comm, const dpl_op *op, double since) {
     dpl_world *world = comm->world;
-    int rank = 0;
-    while (rank < comm->n_ranks && (op->heard[rank] || rank == comm->rank)) rank++;
-    if (rank == comm->n_ranks) rank = world->ops->late ? world->ops->late(op) : -1;
+    if (world->waited_s - since < world->timeout_s) return;
     char text[200], who[64] = "a rank that this one sends to";
+    int rank = 0;
+    while (rank < comm->n_ranks &&
+           (op->heard[rank] || rank == comm->rank || !is_silent(world, comm->members[rank], since)))
+        rank++;
+    bool all_sent = true;
+    for (int r = 0; r < comm->n_ranks; r++) all_sent &= op->heard[r] || r == comm->rank;
+    if (rank == comm->n_ranks && !all_sent) return;
+    if (rank == comm->n_ranks) rank = world->ops->late ? world->ops->late(op) : -1;
+    if (rank >= 0 && !is_silent(world, comm->members[rank], since)) return;
+    if (rank < 0 && world->waited_s - since < 1.5 * world->timeout_s) return;
     if (rank >= 0) snprintf(who, sizeof who, "rank %d", comm->members[rank]);
     snprintf(text, sizeof text,
              "%s has not been heard of for %g s (comm_timeout_s): dead, stopped or slow", who,
@@ -291,13 +312,15 @@ static bool is_done(const dpl_comm *comm, uint64_t id, const dpl_op **op_out) {
 static dpl_status wait_locked(dpl_comm *comm, uint64_t id) {
     dpl_world *world = comm->world;
     double last = dpl_now();
+    const double since = world->waited_s;
     const dpl_op *op;
-    world->quiet_s = 0;
     for (unsigned n_rests = 0;; n_rests++) {
         const uint32_t seen = world->ops->look(world);
         dpl_world_advance(world);
         if (is_done(comm, id, &op) || world->failed != DPL_OK) break;
-        if ((world->quiet_s += awake_s(&last)) > world->timeout_s) fail_of_silence(comm, op);
+        world->waited_s += awake_s(&last);
+        greet(world);
+        check_silence(comm, op, since);
         world->waits = true;
         pthread_mutex_unlock(&world->lock);
         world->ops->rest(world, seen, n_rests);

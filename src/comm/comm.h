@@ -76,7 +76,7 @@ typedef struct dpl_comm_ops {
     // n_rests DPL_RESTS_LANE: a lane, which sleeps so long that it costs little.
     void (*rest)(dpl_world *world, uint32_t seen, unsigned n_rests);
     void (*abort)(dpl_world *world, const char *why); // tells the others
-    // Tells the others that this rank is alive: each one's look() sets its quiet_s to 0.
+    // Tells the others that this rank is alive: each one's look() says so to dpl_world_hear().
     // NULL: there are no others.
     void (*greet)(dpl_world *world);
     // Frees what peers may still use, when it is sure that they do not. NULL: at once.
@@ -98,7 +98,8 @@ struct dpl_world {
     bool no_lane;          // the transport may be called by the thread that opened it alone
     bool waits;            // that thread is in a wait, where it makes progress itself
     struct dpl_lane *lane; // NULL: none
-    double quiet_s;        // how long this rank has waited since something last came
+    double waited_s;       // by this rank, in all
+    double *heard_s;       // (n_ranks): waited_s at the last sign of life
     double greeted;        // when
     uint32_t n_greetings;  // of the transport: that it has seen
     dpl_status failed;
@@ -162,6 +163,10 @@ bool dpl_world_advance(dpl_world *world);
 void dpl_lane_wake(dpl_world *world);  // something was started, or a wait is over
 void dpl_lane_close(dpl_world *world); // gives the lock away meanwhile
 
+// For transports: a sign of life of a rank of the world.
+static inline void dpl_world_hear(dpl_world *world, int rank) {
+    world->heard_s[rank] = world->waited_s;
+}
 // For transports: why every further call fails. The first reason stays.
 void dpl_world_fail(dpl_world *world, dpl_status status, const char *format, ...)
     __attribute__((format(printf, 3, 4)));

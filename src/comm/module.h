@@ -4,7 +4,7 @@
 
 #include "comm/comm.h"
 
-#define DPL_COMM_MODULE_VERSION 4 // raised with every change here or of a struct in comm.h
+#define DPL_COMM_MODULE_VERSION 5 // raised with every change here or of a struct in comm.h
 
 typedef struct dpl_comm_host {
     int version;

@@ -135,6 +135,7 @@ static void receive_piece(dpl_comm *comm, dpl_op *op, const mpi_request *piece,
     if (piece->rank < 0) return;
     if (!good(world, MPI_Get_count(status, MPI_BYTE, &bytes), "MPI_Get_count")) return;
     op->heard[piece->rank] = true;
+    dpl_world_hear(world, comm->members[piece->rank]);
     if (bytes == piece->bytes) return;
     host->world_fail(world, DPL_EINVAL, "mpi: rank %d sends %d bytes to rank %d, which expects %d",
                      comm->members[piece->rank], bytes, world->rank, piece->bytes);
@@ -153,7 +154,6 @@ static void advance(dpl_comm *comm, dpl_op *op) {
     for (int i = 0; i < n_ready; i++)
         receive_piece(comm, op, &m->pieces[m->ready[i]], &m->statuses[i]);
     m->n_left -= n_ready;
-    if (n_ready > 0) comm->world->quiet_s = 0;
     op->done = m->n_left == 0 && comm->world->failed == DPL_OK;
 }
 
@@ -191,13 +191,14 @@ static void listen(dpl_world *world) {
 static uint32_t look(dpl_world *world) {
     mpi_world *w = world->state;
     int there = 0;
+    MPI_Status status;
     if (world->failed != DPL_OK ||
-        !good(world, MPI_Test(&w->abort_request, &there, MPI_STATUS_IGNORE), "MPI_Test") || !there)
+        !good(world, MPI_Test(&w->abort_request, &there, &status), "MPI_Test") || !there)
         return 0;
     if (w->abort_text[0]) {
         host->world_fail(world, DPL_ECOMM, "%.500s", w->abort_text);
     } else {
-        world->quiet_s = 0;
+        dpl_world_hear(world, status.MPI_SOURCE);
         listen(world);
     }
     return 0;

@@ -16,6 +16,7 @@ typedef struct kept { // what is freed when the last rank has left
 
 typedef struct hub { // of all ranks
     _Atomic uint32_t n_events, n_greetings;
+    atomic_bool *greetings; // (R, R): of each rank, from each
     atomic_int n_asleep, n_refs;
     bool spins; // every rank can have a processor
     atomic_bool failed;
@@ -114,11 +115,9 @@ static void advance(dpl_comm *comm, dpl_op *op) {
         if (op->heard[rank] || !take(comm, op, rank)) continue;
         op->heard[rank] = true;
         op->n_due--;
+        dpl_world_hear(comm->world, comm->members[rank]);
     }
-    if (op->n_due < n_before) {
-        comm->world->quiet_s = 0;
-        tell(comm->world->state);
-    }
+    if (op->n_due < n_before) tell(comm->world->state);
     op->done = op->n_due == 0 && atomic_load(&post_of(comm, comm->rank, op->id)->n_untaken) == 0;
     if (comm->world->failed != DPL_OK) comm->world->ops->abort(comm->world, comm->world->why);
 }
@@ -139,13 +138,17 @@ static uint32_t look(dpl_world *world) {
         pthread_mutex_unlock(&h->lock);
     }
     const uint32_t n_greetings = atomic_load(&h->n_greetings);
-    if (n_greetings != world->n_greetings) world->quiet_s = 0;
+    for (int r = 0; r < world->n_ranks && n_greetings != world->n_greetings; r++)
+        if (atomic_exchange(&h->greetings[(size_t)(world->rank * world->n_ranks + r)], 0))
+            dpl_world_hear(world, r);
     world->n_greetings = n_greetings;
     return n_events;
 }
 
 static void greet(dpl_world *world) {
     hub *h = world->state;
+    for (int r = 0; r < world->n_ranks; r++)
+        atomic_store(&h->greetings[(size_t)(r * world->n_ranks + world->rank)], 1);
     atomic_fetch_add(&h->n_greetings, 1);
     tell(h);
 }
@@ -197,6 +200,7 @@ static void leave_hub(hub *h, int n_ranks) {
         dpl_free(k);
     }
     pthread_mutex_destroy(&h->lock);
+    dpl_free(h->greetings);
     dpl_free(h);
 }
 
@@ -227,7 +231,9 @@ dpl_status dpl_comm_open_threads(int n_ranks, dpl_comm **comms_out) {
     atomic_store(&h->n_refs, n_ranks);
     h->spins = n_ranks <= dpl_cpus_allowed();
     pthread_mutex_init(&h->lock, NULL);
-    group *g = alloc_group(h, n_ranks);
+    const size_t R = (size_t)n_ranks;
+    h->greetings = dpl_alloc_array(R * R, sizeof *h->greetings);
+    group *g = h->greetings ? alloc_group(h, n_ranks) : NULL;
     if (!g) {
         leave_hub(h, n_ranks);
         return dpl_fail(DPL_ENOMEM, "no memory for %d ranks", n_ranks);
