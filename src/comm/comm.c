@@ -271,8 +271,8 @@ static bool is_silent(const dpl_world *world, int rank, double since) {
 
 // Ranks that wait, or are busy, give signs of life. So one that gives none is named by who waits
 // for it, and those who wait for others meanwhile go on waiting. An exchange waits for who has sent
-// nothing, or not taken what this rank sends; where a transport does not know who that is, those who
-// do come first. since: waited_s when the wait began.
+// nothing, or not taken what this rank sends; where a transport does not know who that is, those
+// who do come first. since: waited_s when the wait began.
 static void check_silence(dpl_comm *comm, const dpl_op *op, double since) {
     dpl_world *world = comm->world;
     if (world->waited_s - since < world->timeout_s) return;

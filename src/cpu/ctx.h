@@ -27,7 +27,7 @@ struct dpl_ctx {
     size_t f32_parts; // 0: fp32 products by multiply-adds; else of so many bf16 (dropless.h)
     size_t memory_bytes;         // of this machine
     size_t n_neighbours;         // ranks that share it, this one included
-    size_t planned_end;          // of the step arena: where the caller's pass may come to; 0: not known
+    size_t planned_end;          // of the arena: where the caller's pass may come to; 0: not known
     dpl_comm *comm;              // that it has joined; NULL: one rank
     dpl_arena *arena;            // the step's memory; operators take temporary buffers from it too
     uint8_t *scratch;            // for use inside one task, a block of 4 MB per thread

@@ -4,8 +4,8 @@
 // and the data. The whole header is checked at open, against the file's size too, so that a tensor
 // that was found needs no further check. Data may lie at odd addresses, hence memcpy everywhere.
 // In a directory with an index that alone decides which files are read, so shards that an earlier
-// save left do no harm; a file and the index that disagree are an error, because one of them is damaged and
-// weights would stay at their random start.
+// save left do no harm; a file and the index that disagree are an error, because one of them is
+// damaged and weights would stay at their random start.
 #include <math.h>
 #include <stdlib.h>
 
