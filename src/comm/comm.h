@@ -148,8 +148,8 @@ dpl_status dpl_comm_agree(dpl_comm *comm, dpl_status mine);
 dpl_status dpl_comm_agree_on(dpl_comm *comm, dpl_status mine, const void *send, size_t bytes,
                              void *receive);
 bool dpl_comm_has_failed(dpl_comm *comm);
-// Aborts with this thread's error, of which the others may not know; not where it names a rank: then
-// all have agreed on it, and some may still be at that.
+// Aborts with this thread's error, of which the others may not know; not where it names a rank:
+// then all have agreed on it, and some may still be at that.
 void dpl_comm_tell(dpl_comm *comm, dpl_status status);
 // This rank is at something that takes long, such as a file: the others go on waiting. To be called
 // again and again; it tells them some times within the time-out. NULL: nobody waits.
