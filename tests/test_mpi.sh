@@ -70,6 +70,11 @@ cp "$build"/dropless_*.so "$work"
     ici_data_parallelism=2 || fail "two builds in one run were accepted"
 grep -q "rank 1 has another build" "$out" || fail "two builds: another error"
 
+# What srun starts without --mpi would be so many lone processes in one run directory.
+! env SLURM_STEP_NUM_TASKS=2 "$build/dropless" train "${options[@]}" run_name=lone > "$out" 2>&1 ||
+    fail "a process that srun started without an MPI trains alone"
+grep -q "srun started 2 processes that cannot find each other" "$out" || fail "srun without MPI: another error"
+
 for how in abort silent; do
     start=$SECONDS
     ! launch 3 "$build/test_comm" "$how" || fail "$how: the launcher ended without an error"

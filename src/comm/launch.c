@@ -19,21 +19,18 @@ static const struct {
     {"PMIX_RANK", "openmpi"},            // srun --mpi=pmix
 };
 
+// srun starts processes without any MPI, too: each would take itself for all there is.
+static bool is_lone_step(void) {
+    const char *n = getenv("SLURM_STEP_NUM_TASKS");
+    return n && atoi(n) > 1;
+}
+
 const char *dpl_comm_launcher(void) {
     const char *forced = getenv("DPL_MPI");
     if (forced && *forced) return forced;
     for (size_t i = 0; i < DPL_COUNT(launchers); i++)
         if (getenv(launchers[i].variable)) return launchers[i].mpi;
-    return NULL;
-}
-
-static dpl_status check_slurm(void) {
-    const char *n = getenv("SLURM_STEP_NUM_TASKS");
-    DPL_CHECK(!n || atoi(n) <= 1,
-              "srun started %s processes that cannot find each other, expected srun --mpi=pmix "
-              "(Open MPI) or --mpi=pmi2 (MPICH)",
-              n);
-    return DPL_OK;
+    return is_lone_step() ? "srun" : NULL;
 }
 
 // The folder of the file that this is in, with a slash at its end; of a program that was found by
@@ -93,11 +90,12 @@ dpl_status dpl_comm_open_mpi(dpl_comm **comm_out) {
         dpl_world_fail,          dpl_world_open};
     DPL_NEED(comm_out);
     const char *mpi = dpl_comm_launcher();
-    if (!mpi) {
-        DPL_TRY(check_slurm());
-        return dpl_fail(DPL_EINVAL, "mpi: no launcher started this process, expected mpirun, "
-                                    "mpiexec or srun (or DPL_MPI=openmpi or mpich)");
-    }
+    DPL_CHECK(mpi, "mpi: no launcher started this process, expected mpirun, mpiexec or srun (or "
+                   "DPL_MPI=openmpi or mpich)");
+    DPL_CHECK(strcmp(mpi, "srun") != 0,
+              "srun started %s processes that cannot find each other, expected srun --mpi=pmix "
+              "(Open MPI) or --mpi=pmi2 (MPICH)",
+              getenv("SLURM_STEP_NUM_TASKS"));
     char tried[512];
     void *module = load(mpi, tried, sizeof tried);
     dpl_comm_module_fn open_module = NULL;
