@@ -471,6 +471,75 @@ static void a_full_disk_ends_all_ranks(void **state) {
     scratch_close(NULL);
 }
 
+// Gradients of one step, written as a checkpoint's arrays are: a part by each rank.
+typedef struct grad_job {
+    job job;
+    char path[256];
+} grad_job;
+
+static void run_gradients(dpl_comm *comm, void *arg) {
+    const grad_job *g = arg;
+    static const char *const prefix[] = {"grad."};
+    char part[PATH_MAX];
+    dpl_ctx *ctx = run_ctx(1);
+    dpl_config *config = mesh_config(&g->job, comm->n_ranks);
+    check_ok(dpl_ctx_join(ctx, comm));
+    dpl_trainer *t = run_open(ctx, config);
+    dpl_loss_sums sums;
+    dpl_data_train(&t->data, 0, (size_t)comm->rank * t->batch.n_batch, &t->batch);
+    check_ok(dpl_train_pass(t->model, &t->mesh, &t->rule, &t->batch, &t->micro, &sums));
+    check_ok(dpl_model_save_flat(t->model, g->path, prefix, &t->model->params.grad, 1, part));
+    dpl_trainer_close(&t);
+    dpl_config_close(&config);
+    dpl_ctx_close(&ctx);
+}
+
+// Sums of the same BATCH * 24 products in another order.
+static void compare_gradients(const char *path, const char *reference, const char *what) {
+    dpl_st_file *got, *want;
+    check_ok(dpl_st_open(path, &got));
+    check_ok(dpl_st_open(reference, &want));
+    assert_int_equal(got->n_tensors, want->n_tensors);
+    for (size_t i = 0; i < want->n_tensors; i++) {
+        const dpl_st_tensor *w = &want->tensors[i], *g = dpl_st_find(got, w->name);
+        assert_non_null(g);
+        const size_t n = dpl_st_elems(w);
+        float *x = test_malloc(n * sizeof *x), *y = test_malloc(n * sizeof *y);
+        check_ok(dpl_st_read_f32(g, x));
+        check_ok(dpl_st_read_f32(w, y));
+        double most = 0, worst = 0;
+        for (size_t j = 0; j < n; j++) {
+            most = fmax(most, fabs((double)y[j]));
+            worst = fmax(worst, fabs((double)x[j] - (double)y[j]));
+        }
+        if (worst > most * BATCH * 24 * 0x1p-24)
+            fail_msg("%s: %s: %g apart, of up to %g", what, w->name, worst, most);
+        test_free(x);
+        test_free(y);
+    }
+    dpl_st_close(&got);
+    dpl_st_close(&want);
+}
+
+static void gradients_differ_by_the_order_of_sums(void **state) {
+    (void)state;
+    static const shape shapes[] = {{1, 1, 1, NULL}, {2, 1, 1, NULL},         {1, 2, 1, NULL},
+                                   {1, 1, 2, NULL}, {1, 3, 1, NULL},         {1, 2, 2, NULL},
+                                   {3, 1, 2, NULL}, {1, 1, 2, "ep_chunks=3"}};
+    static grad_job jobs[DPL_COUNT(shapes)];
+    scratch_open(NULL);
+    for (size_t i = 0; i < DPL_COUNT(shapes); i++) {
+        char name[32];
+        snprintf(name, sizeof name, "mesh%zu", i);
+        jobs[i].job = (job){shapes[i], "gradients", 0, 0, NULL};
+        snprintf(jobs[i].path, sizeof jobs[i].path, "%s",
+                 scratch_path("gradients%zu.safetensors", i));
+        ranks_run("threads", n_ranks_of(shapes[i]), run_gradients, &jobs[i]);
+        compare_gradients(jobs[i].path, jobs[0].path, name);
+    }
+    scratch_close(NULL);
+}
+
 // A rank that cannot run its first micro-batch: the others go on to where all agree, and can go on
 // after that.
 static void run_unfit(dpl_comm *comm, void *arg) {
@@ -624,6 +693,7 @@ int main(void) {
         cmocka_unit_test(checkpoints_go_to_any_mesh),
         cmocka_unit_test(meshes_that_cannot_be_are_refused),
         cmocka_unit_test(a_full_disk_ends_all_ranks),
+        cmocka_unit_test(gradients_differ_by_the_order_of_sums),
         cmocka_unit_test(a_rank_that_cannot_go_on_keeps_pace),
         cmocka_unit_test(a_bad_gradient_is_named_by_all),
         cmocka_unit_test(one_rank_stops_all),
