@@ -68,7 +68,7 @@ objcopy --remove-section .note.gnu.build-id "$build/dropless" "$work/other"
 cp "$build"/dropless_*.so "$work"
 ! launch 1 "$build/dropless" train "${options[@]}" ici_data_parallelism=2 : -n 1 "$work/other" train "${options[@]}" \
     ici_data_parallelism=2 || fail "two builds in one run were accepted"
-grep -q "rank 1 has another build" "$out" || fail "two builds: another error"
+grep -q "rank 1: another build" "$out" || fail "two builds: another error"
 
 # What srun starts without --mpi would be so many lone processes in one run directory.
 ! env SLURM_STEP_NUM_TASKS=2 "$build/dropless" train "${options[@]}" run_name=lone > "$out" 2>&1 ||

@@ -33,7 +33,7 @@ static dpl_status compare(dpl_ep_ranks *ranks, uint64_t form, dpl_status mine) {
         ranks->memory_bytes = (size_t)DPL_MIN(ranks->memory_bytes, all[r][3]);
         if (memcmp(all[r], all[0], 3 * sizeof **all) != 0)
             status = dpl_fail(DPL_EINVAL,
-                              "rank %zu has another width, type, number or split of experts than "
+                              "rank %zu: another width, type, number or split of experts than "
                               "rank 0",
                               r);
     }

@@ -103,7 +103,7 @@ dpl_status dpl_mesh_compare(const dpl_mesh *mesh, const dpl_config *config,
     status = dpl_comm_agree_on(mesh->world, status, own, sizeof own, all);
     for (size_t r = 1; status == DPL_OK && r < R; r++)
         if (memcmp(all[r], all[0], sizeof *all) != 0)
-            status = dpl_fail(DPL_EINVAL, "rank %zu has %s than rank 0", r,
+            status = dpl_fail(DPL_EINVAL, "rank %zu: %s than rank 0", r,
                               all[r][0] != all[0][0]
                                   ? "another configuration"
                                   : "another build, CPU level (DPL_CPU) or other data");
