@@ -269,25 +269,34 @@ static bool is_silent(const dpl_world *world, int rank, double since) {
     return world->waited_s - DPL_MAX(world->heard_s[rank], since) > world->timeout_s;
 }
 
+// Whom an exchange waits for: who has sent nothing and is silent, or has not taken what this rank
+// sends. -1: nobody; comm->rank: somebody, who is not known, where all are silent.
+static int find_silent(const dpl_comm *comm, const dpl_op *op, double since) {
+    const dpl_world *world = comm->world;
+    bool all_sent = true, all_silent = true;
+    for (int r = 0; r < comm->n_ranks; r++) {
+        if (r == comm->rank) continue;
+        const bool silent = is_silent(world, comm->members[r], since);
+        if (silent && !op->heard[r]) return r;
+        all_sent &= op->heard[r];
+        all_silent &= silent;
+    }
+    if (!all_sent) return -1;
+    const int late = world->ops->late ? world->ops->late(op) : comm->rank;
+    if (late < 0 || late == comm->rank) return all_silent ? comm->rank : -1;
+    return is_silent(world, comm->members[late], since) ? late : -1;
+}
+
 // Ranks that wait, or are busy, give signs of life. So one that gives none is named by who waits
-// for it, and those who wait for others meanwhile go on waiting. An exchange waits for who has sent
-// nothing, or not taken what this rank sends; where a transport does not know who that is, those
-// who do come first. since: waited_s when the wait began.
+// for it, and those who wait for others meanwhile go on waiting. since: waited_s when the wait
+// began.
 static void check_silence(dpl_comm *comm, const dpl_op *op, double since) {
     dpl_world *world = comm->world;
     if (world->waited_s - since < world->timeout_s) return;
+    const int rank = find_silent(comm, op, since);
     char text[200], who[64] = "a rank that this one sends to";
-    int rank = 0;
-    while (rank < comm->n_ranks &&
-           (op->heard[rank] || rank == comm->rank || !is_silent(world, comm->members[rank], since)))
-        rank++;
-    bool all_sent = true;
-    for (int r = 0; r < comm->n_ranks; r++) all_sent &= op->heard[r] || r == comm->rank;
-    if (rank == comm->n_ranks && !all_sent) return;
-    if (rank == comm->n_ranks) rank = world->ops->late ? world->ops->late(op) : -1;
-    if (rank >= 0 && !is_silent(world, comm->members[rank], since)) return;
-    if (rank < 0 && world->waited_s - since < 1.5 * world->timeout_s) return;
-    if (rank >= 0) snprintf(who, sizeof who, "rank %d", comm->members[rank]);
+    if (rank < 0) return;
+    if (rank != comm->rank) snprintf(who, sizeof who, "rank %d", comm->members[rank]);
     snprintf(text, sizeof text,
              "%s has not been heard of for %g s (comm_timeout_s): dead, stopped or slow", who,
              world->timeout_s);
