@@ -104,7 +104,7 @@ DPL_API dpl_status dpl_comm_open_threads(int n_ranks, dpl_comm **comms_out);
 DPL_API dpl_status dpl_comm_open_mpi(dpl_comm **comm_out);
 
 /** The MPI whose launcher started this process, "openmpi" or "mpich"; "srun", where that started
- * several without one, which cannot find each other: dpl_comm_open_mpi() says so. NULL: none did. */
+ * several without one, which cannot find each other: dpl_comm_open_mpi() says so. NULL: nobody. */
 DPL_API const char *dpl_comm_launcher(void);
 
 /** Trainers opened with ctx from now on are of all ranks of comm, each of which has a context of
