@@ -269,22 +269,22 @@ static bool is_silent(const dpl_world *world, int rank, double since) {
     return world->waited_s - DPL_MAX(world->heard_s[rank], since) > world->timeout_s;
 }
 
-// Whom an exchange waits for: who has sent nothing and is silent, or has not taken what this rank
-// sends. -1: nobody; comm->rank: somebody, who is not known, where all are silent.
+// Whom an exchange waits for: who has sent nothing, or has not taken what this rank sends, and is
+// silent. Where the transport does not know who has taken, it is who is silent. -1: nobody.
 static int find_silent(const dpl_comm *comm, const dpl_op *op, double since) {
     const dpl_world *world = comm->world;
-    bool all_sent = true, all_silent = true;
+    bool all_sent = true;
+    int silent = -1;
     for (int r = 0; r < comm->n_ranks; r++) {
         if (r == comm->rank) continue;
-        const bool silent = is_silent(world, comm->members[r], since);
-        if (silent && !op->heard[r]) return r;
+        const bool is = is_silent(world, comm->members[r], since);
+        if (is && !op->heard[r]) return r;
+        if (is && silent < 0) silent = r;
         all_sent &= op->heard[r];
-        all_silent &= silent;
     }
-    if (!all_sent) return -1;
-    const int late = world->ops->late ? world->ops->late(op) : comm->rank;
-    if (late < 0 || late == comm->rank) return all_silent ? comm->rank : -1;
-    return is_silent(world, comm->members[late], since) ? late : -1;
+    if (!all_sent || !world->ops->late) return all_sent ? silent : -1;
+    const int late = world->ops->late(op);
+    return late >= 0 && is_silent(world, comm->members[late], since) ? late : -1;
 }
 
 // Ranks that wait, or are busy, give signs of life. So one that gives none is named by who waits
@@ -294,12 +294,11 @@ static void check_silence(dpl_comm *comm, const dpl_op *op, double since) {
     dpl_world *world = comm->world;
     if (world->waited_s - since < world->timeout_s) return;
     const int rank = find_silent(comm, op, since);
-    char text[200], who[64] = "a rank that this one sends to";
+    char text[200];
     if (rank < 0) return;
-    if (rank != comm->rank) snprintf(who, sizeof who, "rank %d", comm->members[rank]);
     snprintf(text, sizeof text,
-             "%s has not been heard of for %g s (comm_timeout_s): dead, stopped or slow", who,
-             world->timeout_s);
+             "rank %d has not been heard of for %g s (comm_timeout_s): dead, stopped or slow",
+             comm->members[rank], world->timeout_s);
     abort_locked(world, text);
 }
 
