@@ -409,12 +409,14 @@ static void blocks_of_another_size_are_an_error(void **state) {
 
 // Closed in the middle of an exchange: the others fail, and read nothing that is gone.
 static void close_early(dpl_comm *comm, void *arg) {
-    (void)arg;
+    const useconds_t *delay_us =
+        arg; // so that the others have its block, and it has none of theirs
     dpl_comm *child;
     assert_int_equal(dpl_comm_split(comm, 0, &child), DPL_OK);
     dpl_comm_set_timeout(comm, 0.2);
     exchange *e = calloc(1, sizeof *e);
     start_exchange(child, 0, e);
+    if (comm->rank == 0) usleep(*delay_us);
     if (comm->rank > 0 && comm->n_ranks > 1)
         assert_true(dpl_comm_wait(child, e->ticket) == DPL_OK ||
                     strstr(dpl_error_message(), "0.2"));
@@ -425,7 +427,8 @@ static void close_early(dpl_comm *comm, void *arg) {
 static void a_communicator_may_be_closed_early(void **state) {
     (void)state;
     if (dpl_comm_launcher()) skip();
-    ranks_run_all(close_early, NULL);
+    for (useconds_t delay_us = 0; delay_us <= 50000; delay_us += 50000)
+        ranks_run_all(close_early, &delay_us);
 }
 
 // Each allocation of a split fails once, on some rank: all ranks hear of it, nothing is left.
