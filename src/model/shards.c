@@ -210,26 +210,42 @@ static void add_up(const dpl_model *m, float *from, size_t R, size_t n, bool add
     else dpl_copy(m->ctx, blocks(from), n / 64, 64, blocks(to));
 }
 
+// What a stage does with a span: R blocks of n numbers each.
+typedef struct part {
+    dpl_comm *comm;
+    size_t R, n;
+    float *whole;      // the span's gradients, of all pieces
+    float *own, *mine; // this rank's piece, and the block of it that this rank adds up
+    float *received;   // SCATTER, REDUCE
+} part;
+
+// False: there is nothing to do.
+static bool part_of(const dpl_model *m, const dpl_unit *unit, stage i, int span_id, part *p_out) {
+    const dpl_flow *f = m->flow;
+    const dpl_span_of *span = &unit->span[span_id];
+    dpl_comm *comm = comm_of(m, span, i);
+    const size_t R = (size_t)comm->n_ranks, F = dpl_model_shards(m);
+    const size_t at = span->first - unit->first, n = span->elems / (i == SCATTER ? F : F * R);
+    float *own = m->params.grad + span->first / F;
+    if (n == 0 || R == 1) return false;
+    float *received = i == SCATTER ? f->scattered + at : f->reduced + at / F;
+    *p_out = (part){comm, R, n, unit->grad + at, own, own + (size_t)comm->rank * n, received};
+    return true;
+}
+
 static dpl_status begin_stage(dpl_model *m, stage i, size_t u) {
     dpl_flow *f = m->flow;
     const dpl_unit *unit = &m->params.units[u];
-    const size_t F = dpl_model_shards(m);
+    part p;
     dpl_ctx_wait(m->ctx);
     f->in[i] = u;
     for (int j = 0; j < DPL_SPAN_N; j++) {
-        const dpl_span_of *span = &unit->span[j];
-        dpl_comm *comm = comm_of(m, span, i);
-        const size_t R = (size_t)comm->n_ranks, at = span->first - unit->first;
-        const size_t n = span->elems / (i == SCATTER ? F : F * R);
-        float *own = m->params.grad + span->first / F, *mine = own + (size_t)comm->rank * n;
-        if (n == 0 || R == 1) continue;
+        if (!part_of(m, unit, i, j, &p)) continue;
+        const size_t bytes = p.n * sizeof(float);
         dpl_ticket *ticket = &f->tickets[i][j];
-        if (i == SCATTER)
-            DPL_TRY(
-                dpl_comm_swap(comm, unit->grad + at, n * sizeof(float), f->scattered + at, ticket));
-        else if (i == REDUCE)
-            DPL_TRY(dpl_comm_swap(comm, own, n * sizeof(float), f->reduced + at / F, ticket));
-        else DPL_TRY(dpl_comm_gather(comm, mine, n * sizeof(float), own, ticket));
+        DPL_TRY(i == HAND_OUT ? dpl_comm_gather(p.comm, p.mine, bytes, p.own, ticket)
+                              : dpl_comm_swap(p.comm, i == SCATTER ? p.whole : p.own, bytes,
+                                              p.received, ticket));
     }
     return DPL_OK;
 }
@@ -237,18 +253,13 @@ static dpl_status begin_stage(dpl_model *m, stage i, size_t u) {
 static dpl_status end_stage(dpl_model *m, stage i) {
     dpl_flow *f = m->flow;
     const dpl_unit *unit = &m->params.units[f->in[i]];
-    const size_t F = dpl_model_shards(m);
+    part p;
     f->in[i] = NO_UNIT;
     for (int j = 0; j < DPL_SPAN_N; j++) {
-        const dpl_span_of *span = &unit->span[j];
-        dpl_comm *comm = comm_of(m, span, i);
-        const size_t R = (size_t)comm->n_ranks, at = span->first - unit->first;
-        const size_t n = span->elems / (i == SCATTER ? F : F * R);
-        float *own = m->params.grad + span->first / F, *mine = own + (size_t)comm->rank * n;
-        if (n == 0 || R == 1) continue;
-        DPL_TRY(dpl_comm_wait(comm, f->tickets[i][j]));
-        if (i == SCATTER) add_up(m, f->scattered + at, R, n, !f->replaces, own);
-        else if (i == REDUCE) add_up(m, f->reduced + at / F, R, n, false, mine);
+        if (!part_of(m, unit, i, j, &p)) continue;
+        DPL_TRY(dpl_comm_wait(p.comm, f->tickets[i][j]));
+        if (i == SCATTER) add_up(m, p.received, p.R, p.n, !f->replaces, p.own);
+        else if (i == REDUCE) add_up(m, p.received, p.R, p.n, false, p.mine);
     }
     return DPL_OK;
 }

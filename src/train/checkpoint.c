@@ -89,19 +89,23 @@ static dpl_status describe_file(const char *dir, const char *name, json_t **entr
     return *entry_out ? DPL_OK : dpl_fail(DPL_ENOMEM, "no memory for the checksums of %s", path);
 }
 
+static dpl_status add_entry(const char *dir, const char *name, json_t *files) {
+    json_t *entry;
+    DPL_TRY(describe_file(dir, name, &entry));
+    DPL_EXPECT(json_object_set_new(files, name, entry) == 0, DPL_ENOMEM,
+               "no memory for the checksums of %s/%s", dir, name);
+    return DPL_OK;
+}
+
 // Of the files in a folder that `files` does not have yet.
 static dpl_status describe_files(const char *dir, json_t *files) {
     struct dirent **list;
     int n;
-    json_t *entry;
     DPL_TRY(list_names(dir, is_visible, &list, &n));
     dpl_status status = DPL_OK;
-    for (int i = 0; i < n && status == DPL_OK; i++) {
-        if (json_object_get(files, list[i]->d_name)) continue;
-        status = describe_file(dir, list[i]->d_name, &entry);
-        if (status == DPL_OK && json_object_set_new(files, list[i]->d_name, entry) != 0)
-            status = dpl_fail(DPL_ENOMEM, "no memory for the manifest of %s", dir);
-    }
+    for (int i = 0; i < n && status == DPL_OK; i++)
+        if (!json_object_get(files, list[i]->d_name))
+            status = add_entry(dir, list[i]->d_name, files);
     free_names(list, n);
     return status;
 }
@@ -261,13 +265,7 @@ static dpl_status apply_state(dpl_trainer *t, json_t *state, const char *path) {
 // Each rank writes its part of the large files, and checks it: the first one puts the entries of
 // all into the manifest.
 static dpl_status describe_part(const char *dir, const char *part, json_t *files) {
-    json_t *entry;
-    if (!part[0]) return DPL_OK;
-    const char *name = strrchr(part, '/') + 1;
-    DPL_TRY(describe_file(dir, name, &entry));
-    DPL_EXPECT(json_object_set_new(files, name, entry) == 0, DPL_ENOMEM,
-               "no memory for the checksums of %s", part);
-    return DPL_OK;
+    return part[0] ? add_entry(dir, strrchr(part, '/') + 1, files) : DPL_OK;
 }
 
 static dpl_status write_parts(dpl_trainer *t, const char *dir, json_t *files) {
