@@ -32,6 +32,10 @@ static const struct {
      "ranks= layers= tokens= d= f= shared= experts= top_k= chunks= lane_threads=0|1 reduce=0|1 "
      "memory=messages|shared threads= runs=",
      dpl_bench_run_overlap},
+    {"quant",
+     "way=row|column|both|all format=e4m3|e5m2 scale_rule=up|floor dtype=bf16|f32 experts= rows= "
+     "n= threads= runs=",
+     dpl_bench_run_quant},
     {"report", "FILE.md", dpl_bench_run_report},
 };
 

@@ -78,6 +78,7 @@ int dpl_bench_run_layer(dpl_bench_args *args);
 int dpl_bench_run_experts(dpl_bench_args *args);
 int dpl_bench_run_step(dpl_bench_args *args);
 int dpl_bench_run_ep(dpl_bench_args *args);
+int dpl_bench_run_quant(dpl_bench_args *args);
 int dpl_bench_run_overlap(dpl_bench_args *args);
 int dpl_bench_run_report(dpl_bench_args *args);
 

@@ -183,6 +183,7 @@ int main(int argc, char **argv) {
         if (o.level && strcmp(o.level, dpl_cpu_level_name((dpl_cpu_level)level)) != 0) continue;
         run_entries(kernel_gemm_entries, (dpl_cpu_level)level, &o, &n_run, &n_failed);
         run_entries(kernel_row_entries, (dpl_cpu_level)level, &o, &n_run, &n_failed);
+        run_entries(kernel_quant_entries, (dpl_cpu_level)level, &o, &n_run, &n_failed);
     }
     printf("%zu checks, %zu failed\n", n_run, n_failed);
     return n_run == 0 || n_failed > 0;

@@ -29,6 +29,7 @@ typedef struct kernel_entry {
 
 // Each file of bodies has one list, ended by {NULL, NULL}.
 extern const kernel_entry kernel_gemm_entries[];
+extern const kernel_entry kernel_quant_entries[];
 extern const kernel_entry kernel_row_entries[] __attribute__((weak));
 
 // Guarded memory, released after the body. Its address is an odd multiple of 4 unless t->aligned.

@@ -170,3 +170,21 @@ static inline uint16_t dpl_f32_to_bf16(float f) {
     bits += 0x7fffu + ((bits >> 16) & 1u);
     return (uint16_t)(bits >> 16);
 }
+
+// 8- and 4-bit floats of a sign, an exponent and a mantissa, and scales of powers of two, as the
+// OCP's formats for microscaling define them (formats.c). A code fills a byte; E2M1 its low half.
+// E4M3 has no infinity, E2M1 no NaN either.
+typedef enum dpl_code { DPL_E4M3, DPL_E5M2, DPL_E2M1, DPL_CODE_N } dpl_code;
+float dpl_code_max(dpl_code format); // the largest finite value
+float dpl_code_to_f32(dpl_code format, uint8_t code);
+// To nearest even, saturating, infinities too; a zero keeps its sign. NaN: 0x7f, and 7 in E2M1.
+uint8_t dpl_f32_to_code(dpl_code format, float x);
+
+// Codes of a block are of x / 2^(byte - 127); byte 0xff is NaN, 0 means 2^-127 like any other.
+float dpl_e8m0_to_f32(uint8_t byte);
+typedef enum dpl_scale_rule {
+    DPL_SCALE_UP,   // the least power of two with which no element saturates (TE's rule)
+    DPL_SCALE_FLOOR // the exponents of amax and of the format's maximum alone; saturates (OCP's)
+} dpl_scale_rule;
+// The byte for a block whose largest magnitude is amax. Infinity: 0xfe; NaN: 0xff.
+uint8_t dpl_e8m0_scale(dpl_scale_rule rule, dpl_code format, float amax);

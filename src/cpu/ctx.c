@@ -158,7 +158,7 @@ static void run_part(void *p, size_t i, int i_thread) {
     const size_t first = i * loop->grain, end = DPL_MIN(first + loop->grain, loop->n_rows);
     uint8_t *scratch = run->ctx->scratch + (size_t)i_thread * SCRATCH_BYTES;
     const dpl_kernels *k = run->ctx->kernels;
-    const dpl_part part = {first, end, i, &k->rows, k->gemm, scratch, i_thread};
+    const dpl_part part = {first, end, i, &k->rows, k->gemm, &k->quant, scratch, i_thread};
     loop->fn(run->args, &part);
 }
 

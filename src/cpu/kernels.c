@@ -7,6 +7,7 @@
 void dpl_cpu_kernels(dpl_cpu_level level, dpl_kernels *k_out) {
     *k_out = (dpl_kernels){0};
     dpl_kernels_ref(k_out);
+    dpl_kernels_ref_quant(k_out);
 #if defined(__x86_64__)
     const bool soft = level == DPL_CPU_TILES;
     if (soft) level = DPL_MIN(dpl_cpu_level_machine(), DPL_CPU_AVX512_BF16);

@@ -162,15 +162,40 @@ typedef struct dpl_row_kernels {
                   size_t n);
 } dpl_row_kernels;
 
+/* ---- low precision --------------------------------------------------------------------------- */
+// Every level gives the bits that the definitions of base/formats.c give.
+
+// A block of a matrix as MXFP8: codes in the places of its elements, and a scale for each 32.
+typedef struct dpl_mx_block {
+    dpl_code format; // DPL_E4M3 or DPL_E5M2
+    dpl_scale_rule rule;
+    dpl_dtype dtype;
+    size_t m, n;
+    const void *x;
+    uint8_t *codes, *scales;
+    size_t ld, ld_codes, ld_scales;
+} dpl_mx_block;
+
+typedef struct dpl_quant_kernels {
+    void (*encode)(dpl_code format, const float *x, uint8_t *codes, size_t n); // a byte each
+    void (*decode)(dpl_code format, const uint8_t *codes, float *x, size_t n);
+    // Blocks along the rows, each row's last one of what is left: scales (m, ceil(n / 32)).
+    void (*mx_rows)(const dpl_mx_block *b);
+    // Blocks down the columns, of all m <= 32 rows: scales (n).
+    void (*mx_columns)(const dpl_mx_block *b);
+} dpl_quant_kernels;
+
 /* ---- levels ---------------------------------------------------------------------------------- */
 typedef struct dpl_kernels {
     dpl_gemm_kernels gemm[2]; // by dpl_dtype: the class
     dpl_gemm_kernels same[2]; // name NULL, or another one with the same bits: the faster is chosen
     dpl_row_kernels rows;
+    dpl_quant_kernels quant;
 } dpl_kernels;
 
 // Each level sets what it has; what it lacks stays as the level below left it.
-void dpl_kernels_ref(dpl_kernels *k), dpl_kernels_avx2(dpl_kernels *k);
+void dpl_kernels_ref(dpl_kernels *k), dpl_kernels_ref_quant(dpl_kernels *k);
+void dpl_kernels_avx2(dpl_kernels *k);
 void dpl_kernels_avx512(dpl_kernels *k), dpl_kernels_avx512_bf16(dpl_kernels *k);
 void dpl_kernels_amx(dpl_kernels *k), dpl_kernels_tiles(dpl_kernels *k);
 // The kernels of a level; among those with the same bits the first.

@@ -274,6 +274,30 @@ void dpl_scatter_rows(dpl_ctx *ctx, dpl_mat x, const float *weights, const dpl_s
 void dpl_combine_spread(dpl_ctx *ctx, const dpl_spread *from, size_t n_tokens, size_t top_k,
                         size_t d, bool accumulate, dpl_mat y, float *slot_value);
 
+/* ---- quantization (quant.c) -------------------------------------------------------------------
+ * MXFP8: each 32 elements along a contraction have a scale (base.h); their codes lie where the
+ * elements lie. Rows and columns are quantized independently of each other, from the numbers. */
+#define DPL_MX_BLOCK 32
+
+typedef struct dpl_mx {
+    uint8_t *codes, *scales; // NULL: not wanted
+    size_t ld_codes, ld_scales;
+} dpl_mx;
+
+// Blocks down the columns start anew with each group: its first one is this row of scales. Rows of
+// scales between the blocks of two groups are not written.
+static inline size_t dpl_mx_first_block(size_t group, int64_t first_row) {
+    return (size_t)first_row / DPL_MX_BLOCK + group;
+}
+static inline size_t dpl_mx_column_blocks(size_t n_groups, size_t n_rows) {
+    return n_rows / DPL_MX_BLOCK + n_groups;
+}
+
+// x (rows, n) in one pass. by_row: codes (rows, n), scales (rows, ceil(n / 32)). by_column: codes
+// (rows, n), scales (column_blocks(), n).
+void dpl_mx_quantize(dpl_ctx *ctx, dpl_mat x, dpl_groups groups, size_t n, dpl_code format,
+                     dpl_scale_rule rule, dpl_mx by_row, dpl_mx by_column);
+
 /* ---- optimizer and reductions (optim.c) ------------------------------------------------------ */
 typedef struct dpl_adamw {
     double b1, b2; // in fp32 1 - b2 would lose what correct2 keeps

@@ -1,0 +1,387 @@
+// kernels_quant_tmpl.h - quantization to 8- and 4-bit floats in vectors of a level's width.
+//
+// Included by kernels_LEVEL.c after kernels_rows_tmpl.h, whose vectors these are.
+#include "cpu/kernels.h"
+
+typedef uint8_t reg_u8 __attribute__((vector_size(REG)));
+typedef int32_t reg_i32 __attribute__((vector_size(REG_BYTES)));
+
+#define INF_BITS 0x7f800000u
+
+// What a format is, as constants where the compiler knows the format.
+INLINE int mantissa_bits(dpl_code f) {
+    return f == DPL_E4M3 ? 3 : f == DPL_E5M2 ? 2 : 1;
+}
+INLINE int exponent_bias(dpl_code f) {
+    return f == DPL_E4M3 ? 7 : f == DPL_E5M2 ? 15 : 1;
+}
+INLINE float largest(dpl_code f) {
+    return f == DPL_E4M3 ? 448.0f : f == DPL_E5M2 ? 57344.0f : 6.0f;
+}
+// 2^e for exponents of normal numbers.
+INLINE float power_of_two(int e) {
+    return float_of((uint32_t)(e + 127) << 23);
+}
+
+INLINE reg_u32 either(reg_u32 mask, reg_u32 yes, reg_u32 no) {
+    return (mask & yes) | (~mask & no);
+}
+// Of numbers below 2^31.
+INLINE reg_u32 below(reg_u32 a, reg_u32 b) {
+    return (reg_u32)((reg_i32)a < (reg_i32)b);
+}
+INLINE reg_u32 least(reg_u32 a, reg_u32 b) {
+#if defined(__AVX512F__)
+    return (reg_u32)_mm512_min_epu32((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+    return (reg_u32)_mm256_min_epu32((__m256i)a, (__m256i)b);
+#else
+    return either(below(a, b), a, b);
+#endif
+}
+INLINE reg_u32 greatest(reg_u32 a, reg_u32 b) {
+#if defined(__AVX512F__)
+    return (reg_u32)_mm512_max_epu32((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+    return (reg_u32)_mm256_max_epu32((__m256i)a, (__m256i)b);
+#else
+    return either(below(a, b), b, a);
+#endif
+}
+
+INLINE reg_u32 magnitude(reg x) {
+    return (reg_u32)x & 0x7fffffffu;
+}
+
+/* ---- codes ----------------------------------------------------------------------------------- */
+// Of numbers that are not NaN.
+INLINE reg_u32 codes_of(dpl_code f, reg x) {
+    const int m = mantissa_bits(f), shift = 23 - m, bias = exponent_bias(f);
+    const reg_u32 a = least(magnitude(x), (reg_u32){0} + bits_of(largest(f)));
+    const reg_u32 up = a + ((1u << (shift - 1)) - 1) + (a >> shift & 1);
+    const reg_u32 normal = (up >> shift) - ((uint32_t)(127 - bias) << m);
+    // The last bit of a sum with this number is a step of the subnormals.
+    const float steps = power_of_two(23 + 1 - bias - m);
+    const reg_u32 small = (reg_u32)((reg)a + steps) - bits_of(steps);
+    const reg_u32 sign = (reg_u32)x >> (f == DPL_E2M1 ? 28 : 24) & (f == DPL_E2M1 ? 0x8 : 0x80);
+    return either(below(a, (reg_u32){0} + bits_of(power_of_two(1 - bias))), small, normal) | sign;
+}
+
+INLINE reg numbers_of(dpl_code f, reg_u32 code) {
+    const int m = mantissa_bits(f), shift = 23 - m, bias = exponent_bias(f);
+    const uint32_t sign = f == DPL_E2M1 ? 0x8 : 0x80;
+    const reg_u32 a = code & (sign - 1);
+    const reg_u32 normal = (a << shift) + ((uint32_t)(127 - bias) << 23);
+    const reg steps = __builtin_convertvector((reg_i32)a, reg) * power_of_two(1 - bias - m);
+    reg_u32 x = either(below(a, (reg_u32){0} + (1u << m)), (reg_u32)steps, normal);
+    if (f == DPL_E4M3) x = either((reg_u32)(a == 0x7f), (reg_u32){0} + 0x7fc00000u, x);
+    // Infinity, and NaNs, which become quiet.
+    const reg_u32 quiet = (reg_u32)(a > 0x7c) & 0x400000u;
+    if (f == DPL_E5M2)
+        x = either((reg_u32)(a >= 0x7c), (a << shift & 0x7fffff) | quiet | INF_BITS, x);
+    return (reg)(x | (code & sign) << (f == DPL_E2M1 ? 28 : 24));
+}
+
+INLINE void store_codes(uint8_t *to, reg_u32 codes) {
+    const reg_u8 bytes = __builtin_convertvector(codes, reg_u8);
+    memcpy(to, &bytes, sizeof bytes);
+}
+
+INLINE void encode_as(dpl_code f, const float *x, uint8_t *codes, size_t n) {
+    const reg_u32 nan = (reg_u32){0} + (f == DPL_E2M1 ? 0x7 : 0x7f);
+    for (size_t i = 0; i < n; i += REG) {
+        const size_t some = DPL_MIN(n - i, (size_t)REG);
+        float in[REG] = {0};
+        uint8_t out[REG];
+        memcpy(in, x + i, some * sizeof *in);
+        const reg v = load(in);
+        store_codes(out, either((reg_u32)(v != v), nan, codes_of(f, v)));
+        memcpy(codes + i, out, some);
+    }
+}
+
+INLINE void decode_as(dpl_code f, const uint8_t *codes, float *x, size_t n) {
+    for (size_t i = 0; i < n; i += REG) {
+        const size_t some = DPL_MIN(n - i, (size_t)REG);
+        reg_u8 bytes = {0};
+        memcpy(&bytes, codes + i, some);
+        const reg v = numbers_of(f, __builtin_convertvector(bytes, reg_u32));
+        memcpy(x + i, &v, some * sizeof *x);
+    }
+}
+
+static void quant_encode(dpl_code format, const float *x, uint8_t *codes, size_t n) {
+    if (format == DPL_E4M3) encode_as(DPL_E4M3, x, codes, n);
+    else if (format == DPL_E5M2) encode_as(DPL_E5M2, x, codes, n);
+    else encode_as(DPL_E2M1, x, codes, n);
+}
+
+static void quant_decode(dpl_code format, const uint8_t *codes, float *x, size_t n) {
+    if (format == DPL_E4M3) decode_as(DPL_E4M3, codes, x, n);
+    else if (format == DPL_E5M2) decode_as(DPL_E5M2, codes, x, n);
+    else decode_as(DPL_E2M1, codes, x, n);
+}
+
+/* ---- MXFP8 ----------------------------------------------------------------------------------- */
+// The scale bytes of blocks with these largest magnitudes, as bits.
+INLINE reg_u32 scales_of(dpl_scale_rule rule, dpl_code f, reg_u32 amax) {
+    if (rule == DPL_SCALE_FLOOR) {
+        const reg_u32 most = (reg_u32){0} + ((bits_of(largest(f)) >> 23) - 127);
+        const reg_u32 byte = greatest(amax >> 23, most) - most;
+        const reg_u32 inf = (reg_u32)(amax == INF_BITS) & 0xfe;
+        return either(below(amax, (reg_u32){0} + INF_BITS), byte,
+                      either(inf != 0, inf, inf + 0xff));
+    }
+    const reg_u32 q = (reg_u32)((reg)amax * (1 / largest(f)));
+    const reg_u32 exponent = q >> 23, least_up = (reg_u32)(exponent == 0) & 0x400000;
+    const reg_u32 up = (reg_u32)((q & 0x7fffff) > least_up) & below(exponent, (reg_u32){0} + 0xfe);
+    return exponent - up + (reg_u32)(q == INF_BITS); // a mask is -1
+}
+
+// 2^(127 - byte) of bytes that are not 0xff.
+INLINE reg inverse_of(reg_u32 byte) {
+    const reg_u32 smallest = (reg_u32){0} + 0x400000;
+    return (reg)greatest((254 - byte) << 23, smallest);
+}
+
+// One maximum of each register, in order.
+#if REG == 16
+#define EVENS 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
+#define ODDS  1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
+#else
+#define EVENS 0, 2, 4, 6, 8, 10, 12, 14
+#define ODDS  1, 3, 5, 7, 9, 11, 13, 15
+#endif
+INLINE reg_u32 maxima_across(reg_u32 r[REG]) {
+    UNROLL for (int n = REG / 2; n > 0; n /= 2) UNROLL for (int i = 0; i < n; i++)
+        r[i] = greatest(__builtin_shufflevector(r[2 * i], r[2 * i + 1], EVENS),
+                        __builtin_shufflevector(r[2 * i], r[2 * i + 1], ODDS));
+    return r[0];
+}
+
+#if defined(__AVX512BW__)
+// In words: 32 numbers at a time, whether bf16 or fp32.
+#define WORDS(w) _mm512_set1_epi16((short)(w))
+typedef uint16_t word_lanes __attribute__((vector_size(64)));
+
+INLINE __m512i bits_at(const void *p) {
+    return _mm512_loadu_si512(p);
+}
+
+// The upper half of each, whose last bit is set too where the lower half is not 0: so much decides
+// how it is rounded.
+INLINE __m512i upper_words(dpl_dtype dtype, const void *x, size_t i) {
+    if (dtype == DPL_BF16) return bits_at((const uint16_t *)x + i);
+    const __m512i low = _mm512_set1_epi32(0xffff), carry = _mm512_set1_epi32(0x10000);
+    __m512i u[2];
+    for (int h = 0; h < 2; h++) {
+        const __m512i all = bits_at((const float *)x + i + 16 * h);
+        const __m512i carried = _mm512_add_epi32(_mm512_and_si512(all, low), low);
+        u[h] = _mm512_ternarylogic_epi32(all, carried, carry, 0xf8); // a | (b & c)
+    }
+    const __m512i odds = _mm512_add_epi32(
+        _mm512_mullo_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0),
+                           _mm512_set1_epi32(0x40004)),
+        _mm512_set1_epi32(0x30001));
+    return _mm512_permutex2var_epi16(u[0], odds, u[1]);
+}
+
+// Scales from which on no subnormal of bf16 comes to anything, and before those of infinities.
+INLINE bool in_words(uint32_t scale) {
+    return scale >= 32 && scale < 0xfe;
+}
+
+// What the exponents of a block's elements are less by, in its codes.
+INLINE int exponent_less(dpl_code f, uint32_t scale) {
+    return ((int)scale - exponent_bias(f)) * 128;
+}
+
+INLINE __m256i signed_codes(__m512i code, __m512i x) {
+    const __m512i sign = _mm512_srli_epi16(x, 8);
+    return _mm512_cvtepi16_epi8(_mm512_ternarylogic_epi32(code, sign, WORDS(0x80), 0xf8));
+}
+
+// Where some are below the normal codes: each binade there loses a bit more than the `shift` of
+// the others, and its leading bit has to be written out.
+static __attribute__((noinline)) __m256i small_codes(__m512i x, __m512i t, int shift) {
+    const __m512i written = _mm512_ternarylogic_epi32(x, WORDS(127), WORDS(128), 0xea); // a & b | c
+    const __m512i steps = _mm512_mask_blend_epi16(_mm512_cmplt_epi16_mask(t, WORDS(128)), t,
+                                                  written);
+    const __m512i lost = _mm512_srli_epi16(
+        _mm512_max_epi16(_mm512_sub_epi16(WORDS(255), t), _mm512_setzero_si512()), 7);
+    const __m512i by = _mm512_add_epi16(lost, WORDS(shift));
+    const __m512i half = _mm512_sllv_epi16(WORDS(1 << (shift - 1)), lost);
+    const __m512i odd = _mm512_and_si512(_mm512_srlv_epi16(steps, by), WORDS(1));
+    const __m512i up = _mm512_add_epi16(half, _mm512_add_epi16(odd, WORDS(-1)));
+    return signed_codes(_mm512_srlv_epi16(_mm512_add_epi16(steps, up), by), x);
+}
+
+// Codes of words, `less` their exponents.
+INLINE __m256i word_codes(dpl_code f, dpl_scale_rule rule, __m512i x, __m512i less) {
+    const int shift = 7 - mantissa_bits(f);
+    __m512i t = _mm512_sub_epi16(_mm512_and_si512(x, WORDS(0x7fff)), less);
+    if (rule == DPL_SCALE_FLOOR)
+        t = _mm512_min_epi16(t, WORDS((f == DPL_E4M3 ? 0x7e : 0x7b) << shift));
+    if (__builtin_expect(_mm512_cmplt_epi16_mask(t, WORDS(128)) != 0, 0))
+        return small_codes(x, t, shift);
+    const __m512i odd = _mm512_and_si512((__m512i)((word_lanes)t >> shift), WORDS(1));
+    const __m512i up = _mm512_add_epi16(t, _mm512_add_epi16(odd, WORDS((1 << (shift - 1)) - 1)));
+    return signed_codes((__m512i)((word_lanes)up >> shift), x);
+}
+#endif
+
+// A block's 32 codes.
+INLINE void block_codes(dpl_code f, dpl_scale_rule rule, dpl_dtype dtype, const void *x, size_t at,
+                        uint32_t scale, float inverse, uint8_t *codes) {
+    (void)rule; // codes_of() always saturates
+#if defined(__AVX512BW__)
+    if (__builtin_expect(in_words(scale), 1)) {
+        const __m512i less = WORDS(exponent_less(f, scale));
+        _mm256_storeu_si256((__m256i *)(void *)codes,
+                            word_codes(f, rule, upper_words(dtype, x, at), less));
+        return;
+    }
+#endif
+    for (size_t j = 0; j < 32; j += REG)
+        store_codes(codes + j, codes_of(f, load_any(dtype, x, at + j) * inverse));
+    if (scale == 0xff) memset(codes, 0x7f, 32);
+}
+
+// The largest magnitudes of a block, as bits; of bf16, the lower halves are anything.
+INLINE reg_u32 block_maxima(dpl_dtype dtype, const void *x, size_t at) {
+#if defined(__AVX512BW__)
+    if (dtype == DPL_BF16) {
+        const __m512i a = _mm512_and_si512(upper_words(dtype, x, at), WORDS(0x7fff));
+        return (reg_u32)_mm512_max_epu32(a, _mm512_slli_epi32(a, 16));
+    }
+#endif
+    reg_u32 amax = {0};
+    for (size_t j = 0; j < 32; j += REG)
+        amax = greatest(amax, magnitude(load_any(dtype, x, at + j)));
+    return amax;
+}
+
+// Up to REG whole blocks that follow each other.
+INLINE void mx_run(dpl_code f, dpl_scale_rule rule, dpl_dtype dtype, size_t n_blocks, const void *x,
+                   size_t at, uint8_t *codes, uint8_t *scales) {
+    reg_u32 amax[REG], most;
+    if (n_blocks == REG) {
+        UNROLL for (size_t i = 0; i < REG; i++) amax[i] = block_maxima(dtype, x, at + 32 * i);
+        most = maxima_across(amax);
+    } else {
+        for (size_t i = 0; i < REG; i++)
+            amax[i] = i < n_blocks ? block_maxima(dtype, x, at + 32 * i) : (reg_u32){0};
+        most = maxima_across(amax);
+    }
+    if (dtype == DPL_BF16) most &= 0xffff0000u;
+    const reg_u32 byte = scales_of(rule, f, most);
+    uint8_t bytes[REG];
+    float inverse[REG];
+    store_codes(bytes, byte);
+    store(inverse, inverse_of(byte));
+    memcpy(scales, bytes, n_blocks);
+    for (size_t i = 0; i < n_blocks; i++)
+        block_codes(f, rule, dtype, x, at + 32 * i, bytes[i], inverse[i], codes + 32 * i);
+}
+
+INLINE void mx_rows_as(dpl_code f, dpl_scale_rule rule, dpl_dtype dtype, const dpl_mx_block *b) {
+    const size_t whole = b->n / 32, rest = b->n % 32, size = dpl_dtype_bytes(dtype);
+    for (size_t r = 0; r < b->m; r++) {
+        uint8_t *codes = b->codes + r * b->ld_codes, *scales = b->scales + r * b->ld_scales;
+        for (size_t i = 0; i < whole; i += REG)
+            mx_run(f, rule, dtype, DPL_MIN(whole - i, (size_t)REG), b->x, r * b->ld + 32 * i,
+                   codes + 32 * i, scales + i);
+        if (rest == 0) continue;
+        float last[32] = {0}; // of either type
+        uint8_t last_codes[32];
+        memcpy(last, (const uint8_t *)b->x + (r * b->ld + 32 * whole) * size, rest * size);
+        mx_run(f, rule, dtype, 1, last, 0, last_codes, scales + whole);
+        memcpy(codes + 32 * whole, last_codes, rest);
+    }
+}
+
+#define STRIP     64 // columns that go together: their codes fill a line
+#define PER_STRIP (STRIP / REG)
+
+// Codes of `m` rows of a strip whose scales are known.
+INLINE void strip_codes(dpl_code f, dpl_scale_rule rule, dpl_dtype dtype, size_t m, const void *x,
+                        size_t ld, const reg_u32 *scale, uint8_t *codes, size_t ld_codes) {
+    (void)rule;
+#if defined(__AVX512BW__)
+    const reg_u32 lowest = least(least(scale[0], scale[1]), least(scale[2], scale[3]));
+    const reg_u32 highest = greatest(greatest(scale[0], scale[1]), greatest(scale[2], scale[3]));
+    if (_mm512_reduce_min_epu32((__m512i)lowest) >= 32 &&
+        _mm512_reduce_max_epu32((__m512i)highest) < 0xfe) {
+        __m512i less[2];
+        for (int h = 0; h < 2; h++) {
+            const __m256i a = _mm512_cvtepi32_epi16((__m512i)scale[2 * h]);
+            const __m256i b = _mm512_cvtepi32_epi16((__m512i)scale[2 * h + 1]);
+            less[h] = _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1);
+            less[h] = _mm512_slli_epi16(_mm512_sub_epi16(less[h], WORDS(exponent_bias(f))), 7);
+        }
+        for (size_t r = 0; r < m; r++, codes += ld_codes)
+            for (int h = 0; h < 2; h++) {
+                const __m512i words = upper_words(dtype, x, r * ld + 32 * (size_t)h);
+                _mm256_storeu_si256((__m256i *)(void *)(codes + 32 * h),
+                                    word_codes(f, rule, words, less[h]));
+            }
+        return;
+    }
+#endif
+    for (size_t r = 0; r < m; r++, codes += ld_codes)
+        for (size_t j = 0; j < PER_STRIP; j++) {
+            const reg y = load_any(dtype, x, r * ld + j * REG) * inverse_of(scale[j]);
+            const reg_u32 nan = (reg_u32)(scale[j] == 0xff);
+            store_codes(codes + j * REG, either(nan, (reg_u32){0} + 0x7f, codes_of(f, y)));
+        }
+}
+
+INLINE void mx_strip(dpl_code f, dpl_scale_rule rule, dpl_dtype dtype, size_t m, const void *x,
+                     size_t ld, uint8_t *codes, size_t ld_codes, uint8_t *scales) {
+    reg_u32 amax[PER_STRIP] = {0}, scale[PER_STRIP];
+    for (size_t r = 0; r < m; r++)
+        for (size_t j = 0; j < PER_STRIP; j++)
+            amax[j] = greatest(amax[j], magnitude(load_any(dtype, x, r * ld + j * REG)));
+    for (size_t j = 0; j < PER_STRIP; j++) {
+        scale[j] = scales_of(rule, f, amax[j]);
+        store_codes(scales + j * REG, scale[j]);
+    }
+    strip_codes(f, rule, dtype, m, x, ld, scale, codes, ld_codes);
+}
+
+INLINE void mx_columns_as(dpl_code f, dpl_scale_rule rule, dpl_dtype dtype, const dpl_mx_block *b) {
+    const size_t size = dpl_dtype_bytes(dtype);
+    size_t c = 0;
+    for (; c + STRIP <= b->n; c += STRIP)
+        mx_strip(f, rule, dtype, b->m, (const uint8_t *)b->x + c * size, b->ld, b->codes + c,
+                 b->ld_codes, b->scales + c);
+    const size_t n = b->n - c;
+    if (n == 0) return;
+    float x[32 * STRIP] = {0}; // of either type
+    uint8_t codes[32 * STRIP], scales[STRIP];
+    for (size_t r = 0; r < b->m; r++)
+        memcpy((uint8_t *)x + r * STRIP * size, (const uint8_t *)b->x + (r * b->ld + c) * size,
+               n * size);
+    mx_strip(f, rule, dtype, b->m, x, STRIP, codes, STRIP, scales);
+    for (size_t r = 0; r < b->m; r++) memcpy(b->codes + r * b->ld_codes + c, codes + r * STRIP, n);
+    memcpy(b->scales + c, scales, n);
+}
+
+// A copy for each kind, so that the loops do not ask.
+#define MX_OF(as, f, rule, b)                               \
+    do {                                                    \
+        if ((b)->dtype == DPL_F32) as(f, rule, DPL_F32, b); \
+        else as(f, rule, DPL_BF16, b);                      \
+    } while (0)
+#define MX_KERNEL(name, as)                                                      \
+    static void name(const dpl_mx_block *b) {                                    \
+        const bool up = b->rule == DPL_SCALE_UP;                                 \
+        if (b->format == DPL_E4M3 && up) MX_OF(as, DPL_E4M3, DPL_SCALE_UP, b);   \
+        else if (b->format == DPL_E4M3) MX_OF(as, DPL_E4M3, DPL_SCALE_FLOOR, b); \
+        else if (up) MX_OF(as, DPL_E5M2, DPL_SCALE_UP, b);                       \
+        else MX_OF(as, DPL_E5M2, DPL_SCALE_FLOOR, b);                            \
+    }
+MX_KERNEL(quant_mx_rows, mx_rows_as)
+MX_KERNEL(quant_mx_columns, mx_columns_as)
+
+#define QUANT_KERNELS quant_encode, quant_decode, quant_mx_rows, quant_mx_columns

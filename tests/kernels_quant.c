@@ -1,0 +1,119 @@
+// kernels_quant.c - bodies that check and benchmark quantization: every level the same bits.
+#include <math.h>
+
+#include "kernels.h"
+
+#define N_BENCH 4096
+#define M_BENCH 32
+
+// Floats of any bits at all, in the first half near to what the formats can hold.
+static float *anything(kernel_test *t, size_t n) {
+    float *x = kernel_floats(t, n);
+    for (size_t i = 0; i < n; i++) {
+        uint32_t bits = (uint32_t)kernel_pick(t, 0, UINT32_MAX);
+        if (i < n / 2) bits = (bits & 0x807fffff) | (uint32_t)(105 + bits % 40) << 23;
+        memcpy(x + i, &bits, 4);
+    }
+    return x;
+}
+
+static void check_encode(kernel_test *t) {
+    for (int f = 0; f < DPL_CODE_N; f++)
+        for (size_t n = 0; n < 70; kernel_done(t), n++) {
+            const float *x = anything(t, n);
+            uint8_t *got = kernel_buffer(t, n), *want = kernel_buffer(t, n);
+            t->k->quant.encode((dpl_code)f, x, got, n);
+            t->ref->quant.encode((dpl_code)f, x, want, n);
+            kernel_same(t, "codes", got, want, n);
+        }
+    t->aligned = true;
+    const float *x = kernel_random(t, N_BENCH);
+    uint8_t *codes = kernel_buffer(t, N_BENCH);
+    KERNEL_BENCH(t, N_BENCH, "elem", t->k->quant.encode(DPL_E4M3, x, codes, N_BENCH));
+}
+
+static void check_decode(kernel_test *t) {
+    for (int f = 0; f < DPL_CODE_N; f++)
+        for (size_t n = 256; n < 290; kernel_done(t), n++) {
+            uint8_t *codes = kernel_buffer(t, n);
+            for (size_t i = 0; i < n; i++) codes[i] = (uint8_t)(f == DPL_E2M1 ? i % 16 : i);
+            float *got = kernel_floats(t, n), *want = kernel_floats(t, n);
+            t->k->quant.decode((dpl_code)f, codes, got, n);
+            t->ref->quant.decode((dpl_code)f, codes, want, n);
+            kernel_near(t, "numbers", got, want, n, 0);
+            for (size_t i = 0; i < n; i++)
+                if (got[i] == 0 && signbit(got[i]) != signbit(want[i]))
+                    kernel_same(t, "sign of zero", got + i, want + i, 4);
+        }
+    t->aligned = true;
+    const uint8_t *codes = kernel_buffer(t, N_BENCH);
+    float *x = kernel_floats(t, N_BENCH);
+    KERNEL_BENCH(t, N_BENCH, "elem", t->k->quant.decode(DPL_E4M3, codes, x, N_BENCH));
+}
+
+// Numbers of one block range, and now and then something odd: zeros, subnormals, Inf, NaN.
+static void *block_numbers(kernel_test *t, dpl_dtype dtype, size_t n) {
+    static const float odd[] = {0, -0.0f, 448, 448.0001f, 0x1p-126f, 0x1p-149f, 3.4e38f, 1e-38f};
+    float *x = kernel_random(t, n);
+    for (size_t i = 0; i < n; i++) {
+        x[i] = ldexpf(x[i], (int)(i / 64 % 7) * 20 - 60);
+        if (kernel_pick(t, 0, 99) == 0) x[i] = odd[kernel_pick(t, 0, DPL_COUNT(odd) - 1)];
+        if (kernel_pick(t, 0, 999) == 0) x[i] = kernel_pick(t, 0, 1) ? INFINITY : NAN;
+    }
+    if (dtype == DPL_F32) return x;
+    uint16_t *h = kernel_buffer(t, 2 * n);
+    for (size_t i = 0; i < n; i++) h[i] = dpl_f32_to_bf16(x[i]);
+    return h;
+}
+
+static void compare_mx(kernel_test *t, bool rows, size_t m, size_t n, dpl_mx_block b) {
+    const size_t n_scales = rows ? m * dpl_div_up(n, 32) : n;
+    dpl_mx_block want = b;
+    b.m = want.m = m, b.n = want.n = n;
+    b.ld = want.ld = b.ld_codes = want.ld_codes = n;
+    b.ld_scales = want.ld_scales = dpl_div_up(n, 32);
+    b.x = want.x = block_numbers(t, b.dtype, m * n);
+    b.codes = kernel_buffer(t, m * n), want.codes = kernel_buffer(t, m * n);
+    b.scales = kernel_buffer(t, n_scales), want.scales = kernel_buffer(t, n_scales);
+    (rows ? t->k->quant.mx_rows : t->k->quant.mx_columns)(&b);
+    (rows ? t->ref->quant.mx_rows : t->ref->quant.mx_columns)(&want);
+    kernel_same(t, "scales", b.scales, want.scales, n_scales);
+    kernel_same(t, "codes", b.codes, want.codes, m * n);
+}
+
+static void check_mx(kernel_test *t, bool rows) {
+    static const size_t widths[] = {0, 1, 31, 32, 33, 63, 64, 65, 127, 200, 511, 512, 544, 1100};
+    for (int kind = 0; kind < 8; kind++)
+        for (size_t i = 0; i < DPL_COUNT(widths); kernel_done(t), i++)
+            compare_mx(t, rows, kernel_pick(t, rows ? 0 : 1, rows ? 5 : 32), widths[i],
+                       (dpl_mx_block){.format = kind & 1 ? DPL_E5M2 : DPL_E4M3,
+                                      .rule = kind & 2 ? DPL_SCALE_FLOOR : DPL_SCALE_UP,
+                                      .dtype = kind & 4 ? DPL_BF16 : DPL_F32});
+    t->aligned = true;
+    const dpl_mx_block b = {.format = DPL_E4M3,
+                            .dtype = DPL_BF16,
+                            .m = M_BENCH,
+                            .n = N_BENCH,
+                            .x = kernel_random_bf16(t, M_BENCH * N_BENCH),
+                            .codes = kernel_buffer(t, M_BENCH * N_BENCH),
+                            .scales = kernel_buffer(t, M_BENCH * N_BENCH),
+                            .ld = N_BENCH,
+                            .ld_codes = N_BENCH,
+                            .ld_scales = N_BENCH / 32};
+    KERNEL_BENCH(t, M_BENCH * N_BENCH, "elem",
+                 (rows ? t->k->quant.mx_rows : t->k->quant.mx_columns)(&b));
+}
+
+static void check_mx_rows(kernel_test *t) {
+    check_mx(t, true);
+}
+
+static void check_mx_columns(kernel_test *t) {
+    check_mx(t, false);
+}
+
+const kernel_entry kernel_quant_entries[] = {{"encode", check_encode},
+                                             {"decode", check_decode},
+                                             {"mx_rows", check_mx_rows},
+                                             {"mx_columns", check_mx_columns},
+                                             {NULL, NULL}};

@@ -1,0 +1,388 @@
+/*
+ * test_quant.c - 8- and 4-bit numbers, their scales and MXFP8 against reference vectors, which were
+ * made by exact arithmetic, and against the definitions on sampled floats at every CPU level.
+ *
+ * DPL_ALL_FLOATS=1 takes all 2^32 floats instead of a sample (some minutes).
+ * Numbers in comments are rows of known-faults.md.
+ */
+#include <math.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include <cmocka.h>
+
+#include "cpu/kernels.h"
+#include "fixture.h"
+#include "lab.h"
+
+static const char *const code_names[] = {"e4m3", "e5m2", "e2m1"};
+static const char *const rule_names[] = {"up", "floor"};
+
+static fixture reference;
+
+#define NEED_REFERENCE() \
+    if (!reference.at) skip()
+
+static const fixture_tensor *find(const char *format, const char *a, const char *b, const char *c) {
+    char name[64];
+    snprintf(name, sizeof name, format, a, b, c);
+    const fixture_tensor *t = fixture_find(&reference, name);
+    if (!t) fail_msg("no tensor %s", name);
+    return t;
+}
+
+static float *floats_of(const fixture_tensor *t) {
+    double *values = fixture_values(t);
+    float *x = malloc(t->n * sizeof *x + 1);
+    for (size_t i = 0; i < t->n; i++) x[i] = (float)values[i];
+    free(values);
+    return x;
+}
+
+static bool same_float(float a, float b) {
+    return (isnan(a) && isnan(b)) || memcmp(&a, &b, sizeof a) == 0;
+}
+
+static bool is_nan_code(dpl_code f, uint8_t code) {
+    return isnan(dpl_code_to_f32(f, code));
+}
+
+/* ---- numbers --------------------------------------------------------------------------------- */
+static void test_tables(void **state) {
+    (void)state;
+    NEED_REFERENCE();
+    for (int f = 0; f < DPL_CODE_N; f++) {
+        const fixture_tensor *t = find("table.%s%s%s", code_names[f], "", "");
+        float *want = floats_of(t);
+        for (size_t i = 0; i < t->n; i++)
+            assert_true(same_float(dpl_code_to_f32((dpl_code)f, (uint8_t)i), want[i]));
+        free(want);
+    }
+    float *want = floats_of(find("table.e8m0%s%s%s", "", "", "")); // 56: byte 0 is 2^-127
+    for (int i = 0; i < 256; i++) assert_true(same_float(dpl_e8m0_to_f32((uint8_t)i), want[i]));
+    assert_true(dpl_e8m0_to_f32(0) == 0x1p-127f);
+    free(want);
+    assert_true(dpl_code_max(DPL_E4M3) == 448 && dpl_code_max(DPL_E5M2) == 57344 &&
+                dpl_code_max(DPL_E2M1) == 6);
+}
+
+static void compare_codes(const char *set, int f) {
+    const fixture_tensor *in = find("%s.input%s%s", set, "", ""),
+                         *want = find("%s.%s%s", set, code_names[f], "");
+    float *x = floats_of(in);
+    for (size_t i = 0; i < in->n; i++) {
+        const uint8_t code = dpl_f32_to_code((dpl_code)f, x[i]);
+        if (isnan(x[i])) assert_true(f == DPL_E2M1 || is_nan_code((dpl_code)f, code));
+        else if (code != want->data[i])
+            fail_msg("%s of %a is %#x, expected %#x", code_names[f], (double)x[i], code,
+                     want->data[i]);
+    }
+    free(x);
+}
+
+static void test_codes(void **state) {
+    (void)state;
+    NEED_REFERENCE();
+    for (int f = 0; f < DPL_CODE_N; f++) compare_codes("fp32", f), compare_codes("bf16", f);
+}
+
+static void compare_scales(const char *set, int rule, int f) {
+    const fixture_tensor *in = find("%s.input%s%s", set, "", ""),
+                         *want = find("%s.scale_%s.%s", set, rule_names[rule], code_names[f]);
+    float *x = floats_of(in);
+    for (size_t i = 0; i < in->n; i++)
+        assert_int_equal(dpl_e8m0_scale((dpl_scale_rule)rule, (dpl_code)f, fabsf(x[i])),
+                         want->data[i]);
+    free(x);
+}
+
+static void test_scales(void **state) {
+    (void)state;
+    NEED_REFERENCE();
+    for (int rule = 0; rule < 2; rule++)
+        for (int f = 0; f < DPL_E2M1; f++)
+            compare_scales("fp32", rule, f), compare_scales("bf16", rule, f);
+}
+
+// Every level's vectors, and one block of MXFP8 of each float, against the definitions.
+static void compare_floats(const dpl_kernels *k, const dpl_kernels *ref, const float *x, size_t n) {
+    uint8_t got[4096], want[4096], scales[4096], want_scales[4096];
+    for (int f = 0; f < DPL_CODE_N; f++) {
+        k->quant.encode((dpl_code)f, x, got, n);
+        ref->quant.encode((dpl_code)f, x, want, n);
+        assert_memory_equal(got, want, n);
+    }
+    for (int kind = 0; kind < 4; kind++) {
+        dpl_mx_block b = {.format = (dpl_code)(kind % 2),
+                          .rule = (dpl_scale_rule)(kind / 2),
+                          .dtype = DPL_F32,
+                          .m = 1,
+                          .n = n,
+                          .x = x,
+                          .codes = got,
+                          .scales = scales,
+                          .ld = n,
+                          .ld_codes = n,
+                          .ld_scales = n};
+        k->quant.mx_columns(&b);
+        b.codes = want, b.scales = want_scales;
+        ref->quant.mx_columns(&b);
+        assert_memory_equal(scales, want_scales, n);
+        assert_memory_equal(got, want, n);
+    }
+}
+
+static void test_floats(void **state) {
+    (void)state;
+    static float x[4096];
+    dpl_kernels ref, k;
+    dpl_cpu_level best;
+    assert_int_equal(dpl_cpu_level_detect(&best), DPL_OK);
+    dpl_cpu_kernels(DPL_CPU_REF, &ref);
+    const uint64_t step = getenv("DPL_ALL_FLOATS") ? 1 : 40503; // odd: all low bits are met
+    size_t n = 0;
+    for (uint64_t at = 0; at < (uint64_t)1 << 32; at += step) {
+        const uint32_t bits = (uint32_t)at;
+        memcpy(x + n++, &bits, sizeof bits);
+        if (n < DPL_COUNT(x) && at + step < (uint64_t)1 << 32) continue;
+        for (int level = DPL_CPU_AVX2; level <= (int)DPL_MIN(best, DPL_CPU_AVX512); level++) {
+            dpl_cpu_kernels((dpl_cpu_level)level, &k);
+            compare_floats(&k, &ref, x, n);
+        }
+        n = 0;
+    }
+}
+
+/* ---- matrices -------------------------------------------------------------------------------- */
+typedef struct mx_out {
+    dpl_mx rows, columns;
+    size_t row_bytes, column_bytes; // of scales
+    size_t elems;
+} mx_out;
+
+static dpl_mx buffers(size_t n_rows, size_t n, size_t n_scales, size_t ld_scales) {
+    dpl_mx m = {malloc(n_rows * n + 1), malloc(n_scales + 1), n, ld_scales};
+    memset(m.codes, 0xee, n_rows * n + 1);
+    memset(m.scales, 0xee, n_scales + 1);
+    return m;
+}
+
+// `offsets` NULL: one group. Both ways in one pass.
+static mx_out quantize(dpl_ctx *ctx, const void *x, dpl_dtype dtype, size_t n_rows, size_t n,
+                       const int64_t *offsets, size_t n_groups, dpl_code f, dpl_scale_rule rule) {
+    const size_t blocks = dpl_div_up(n, DPL_MX_BLOCK);
+    mx_out out = {.row_bytes = n_rows * blocks, .elems = n_rows * n};
+    out.column_bytes = dpl_mx_column_blocks(n_groups, n_rows) * n;
+    out.rows = buffers(n_rows, n, out.row_bytes, blocks);
+    out.columns = buffers(n_rows, n, out.column_bytes, n);
+    dpl_mx_quantize(ctx, (dpl_mat){(void *)(uintptr_t)x, n, dtype},
+                    (dpl_groups){n_groups, n_rows, offsets}, n, f, rule, out.rows, out.columns);
+    dpl_ctx_wait(ctx);
+    // Nothing behind the ends.
+    assert_int_equal(out.rows.codes[out.elems], 0xee);
+    assert_int_equal(out.columns.codes[out.elems], 0xee);
+    assert_int_equal(out.rows.scales[out.row_bytes], 0xee);
+    assert_int_equal(out.columns.scales[out.column_bytes], 0xee);
+    return out;
+}
+
+static void free_mx(mx_out *out) {
+    free(out->rows.codes), free(out->rows.scales);
+    free(out->columns.codes), free(out->columns.scales);
+}
+
+static float number(dpl_code f, uint8_t code, uint8_t scale) {
+    return dpl_code_to_f32(f, code) * dpl_e8m0_to_f32(scale);
+}
+
+// Codes but for NaNs, whose code is free.
+static void same_codes(dpl_code f, const uint8_t *got, const uint8_t *want, size_t n) {
+    for (size_t i = 0; i < n; i++)
+        if (!is_nan_code(f, want[i]) || !is_nan_code(f, got[i])) assert_int_equal(got[i], want[i]);
+}
+
+static void compare_matrix(dpl_ctx *ctx, int f, int rule) {
+    const char *ft = code_names[f], *rl = rule_names[rule];
+    const fixture_tensor *in = find("mx.x%s%s%s", "", "", "");
+    const size_t n_rows = (size_t)in->shape[0], n = (size_t)in->shape[1];
+    float *x = floats_of(in), *want = floats_of(find("mx.%s.%s.%s.dequant", ft, rl, "row"));
+    mx_out out = quantize(ctx, x, DPL_F32, n_rows, n, NULL, 1, (dpl_code)f, (dpl_scale_rule)rule);
+    assert_memory_equal(out.rows.scales, find("mx.%s.%s.%s.scales", ft, rl, "row")->data,
+                        out.row_bytes);
+    same_codes((dpl_code)f, out.rows.codes, find("mx.%s.%s.%s.codes", ft, rl, "row")->data,
+               n_rows * n);
+    assert_memory_equal(out.columns.scales, find("mx.%s.%s.%s.scales", ft, rl, "col")->data,
+                        n_rows / 32 * n);
+    same_codes((dpl_code)f, out.columns.codes, find("mx.%s.%s.%s.codes", ft, rl, "col")->data,
+               n_rows * n);
+    for (size_t i = 0; i < n_rows * n; i++) {
+        const uint8_t scale = out.rows.scales[i / n * (n / 32) + i % n / 32];
+        assert_true(same_float(number((dpl_code)f, out.rows.codes[i], scale), want[i]));
+    }
+    free_mx(&out);
+    free(x), free(want);
+}
+
+static dpl_ctx *open_level(int level, int n_threads) {
+    return lab_ctx(n_threads, false, dpl_cpu_level_name((dpl_cpu_level)level));
+}
+
+static void test_matrix(void **state) {
+    (void)state;
+    NEED_REFERENCE();
+    for (int level = 0; level < DPL_CPU_N; level++) {
+        dpl_ctx *ctx = open_level(level, 2);
+        for (int kind = 0; ctx && kind < 4; kind++) compare_matrix(ctx, kind % 2, kind / 2);
+        dpl_ctx_close(&ctx);
+    }
+}
+
+// 63: what follows a row's last, short block is not part of it.
+static void test_tail(void **state) {
+    (void)state;
+    NEED_REFERENCE();
+    const fixture_tensor *in = find("mx.tail.x%s%s%s", "", "", "");
+    const size_t n_rows = (size_t)in->shape[0], n = (size_t)in->shape[1];
+    float *x = floats_of(in);
+    for (int level = 0; level < DPL_CPU_N; level++) {
+        dpl_ctx *ctx = open_level(level, 2);
+        if (!ctx) continue;
+        mx_out out = quantize(ctx, x, DPL_F32, n_rows, n, NULL, 1, DPL_E4M3, DPL_SCALE_UP);
+        assert_memory_equal(out.rows.scales, find("mx.tail.scales%s%s%s", "", "", "")->data,
+                            out.row_bytes);
+        same_codes(DPL_E4M3, out.rows.codes, find("mx.tail.codes%s%s%s", "", "", "")->data,
+                   n_rows * n);
+        free_mx(&out);
+        dpl_ctx_close(&ctx);
+    }
+    free(x);
+}
+
+static void compare_groups(dpl_ctx *ctx, const float *x, const int *offsets, const int *starts) {
+    const fixture_tensor *in = find("mx.group.x%s%s%s", "", "", "");
+    const uint8_t *want = find("mx.group.scales%s%s%s", "", "", "")->data;
+    const size_t n_rows = (size_t)in->shape[0], n = (size_t)in->shape[1], n_groups = 5;
+    int64_t wide[6];
+    for (size_t g = 0; g <= n_groups; g++) wide[g] = offsets[g];
+    mx_out out = quantize(ctx, x, DPL_F32, n_rows, n, wide, n_groups, DPL_E4M3, DPL_SCALE_UP);
+    same_codes(DPL_E4M3, out.columns.codes, find("mx.group.codes%s%s%s", "", "", "")->data,
+               n_rows * n);
+    size_t i_block = 0;
+    for (size_t g = 0; g < n_groups; g++)
+        for (size_t row = (size_t)offsets[g]; row < (size_t)offsets[g + 1]; row += 32, i_block++) {
+            assert_int_equal(row, starts[i_block]);
+            const size_t at = dpl_mx_first_block(g, offsets[g]) + (row - (size_t)offsets[g]) / 32;
+            assert_memory_equal(out.columns.scales + at * n, want + i_block * n, n);
+        }
+    free_mx(&out);
+}
+
+static void test_groups(void **state) {
+    (void)state;
+    NEED_REFERENCE();
+    float *x = floats_of(find("mx.group.x%s%s%s", "", "", ""));
+    int *offsets = fixture_int(&reference, "mx.group.offsets", NULL);
+    int *starts = fixture_int(&reference, "mx.group.block_starts", NULL);
+    for (int level = 0; level < DPL_CPU_N; level++) {
+        dpl_ctx *ctx = open_level(level, 2);
+        if (ctx) compare_groups(ctx, x, offsets, starts);
+        dpl_ctx_close(&ctx);
+    }
+    free(x), free(offsets), free(starts);
+}
+
+// 60: groups of any size (none, less than a block, a row more than one) give each group the bits
+// that it has alone; so do any number of threads, a deferred context and bf16.
+static void compare_alone(dpl_ctx *ctx, dpl_ctx *one, dpl_dtype dtype) {
+    static const int64_t offsets[] = {0, 0, 1, 34, 66, 99, 99, 195, 196, 211};
+    enum { GROUPS = 9, ROWS = 211, N = 1100 };
+    const size_t size = dpl_dtype_bytes(dtype);
+    uint8_t *x = malloc(ROWS * N * size);
+    for (size_t i = 0; i < ROWS * N; i++) {
+        const float v = ldexpf((float)dpl_rng_normal(3, 0, i), (int)(i / 700 % 9) * 3);
+        if (dtype == DPL_F32) ((float *)(void *)x)[i] = v;
+        else ((uint16_t *)(void *)x)[i] = dpl_f32_to_bf16(v);
+    }
+    mx_out all = quantize(ctx, x, dtype, ROWS, N, offsets, GROUPS, DPL_E4M3, DPL_SCALE_UP);
+    for (size_t g = 0; g < GROUPS; g++) {
+        const size_t first = (size_t)offsets[g], m = (size_t)offsets[g + 1] - first;
+        mx_out own = quantize(one, x + first * N * size, dtype, m, N, NULL, 1, DPL_E4M3,
+                              DPL_SCALE_UP);
+        assert_memory_equal(all.rows.codes + first * N, own.rows.codes, m * N);
+        assert_memory_equal(all.columns.codes + first * N, own.columns.codes, m * N);
+        assert_memory_equal(all.rows.scales + first * all.rows.ld_scales, own.rows.scales,
+                            own.row_bytes);
+        assert_memory_equal(all.columns.scales + dpl_mx_first_block(g, offsets[g]) * N,
+                            own.columns.scales, dpl_div_up(m, 32) * N);
+        free_mx(&own);
+    }
+    free_mx(&all);
+    free(x);
+}
+
+static void test_alone(void **state) {
+    (void)state;
+    dpl_ctx *one = lab_ctx(1, false, "ref");
+    for (int level = 0; level < DPL_CPU_N; level++)
+        for (int n_threads = 1; n_threads <= 3; n_threads++) {
+            dpl_ctx *ctx = lab_ctx(n_threads, n_threads == 3,
+                                   dpl_cpu_level_name((dpl_cpu_level)level));
+            if (!ctx) continue;
+            compare_alone(ctx, one, DPL_F32);
+            compare_alone(ctx, one, DPL_BF16);
+            dpl_ctx_close(&ctx);
+        }
+    dpl_ctx_close(&one);
+}
+
+/* ---- known faults ---------------------------------------------------------------------------- */
+static void test_faults(void **state) {
+    (void)state;
+    dpl_ctx *ctx = lab_ctx(1, false, dpl_cpu_level_name(dpl_cpu_level_machine()));
+    float x[2 * 64] = {0};
+    for (int i = 0; i < 64; i++) x[64 + i] = (float)(i + 1);
+    // 54: a row of zeros, both ways.
+    mx_out out = quantize(ctx, x, DPL_F32, 2, 64, NULL, 1, DPL_E4M3, DPL_SCALE_UP);
+    for (size_t i = 0; i < 128; i++) {
+        const float by_row = number(DPL_E4M3, out.rows.codes[i], out.rows.scales[i / 32]);
+        const float by_column = number(DPL_E4M3, out.columns.codes[i], out.columns.scales[i % 64]);
+        assert_true(isfinite(by_row) && isfinite(by_column));
+        if (i < 64) assert_true(by_row == 0 && by_column == 0);
+        else assert_true(fabsf(by_row - x[i]) <= x[i] / 16 && fabsf(by_column - x[i]) <= x[i] / 16);
+    }
+    free_mx(&out);
+    // 55: tiny blocks neither vanish nor turn into NaN.
+    for (int i = 0; i < 32; i++) x[i] = 1e-38f, x[32 + i] = dpl_bf16_to_f32(1), x[64 + i] = 1;
+    out = quantize(ctx, x, DPL_F32, 1, 96, NULL, 1, DPL_E4M3, DPL_SCALE_UP);
+    for (size_t i = 0; i < 96; i++) {
+        const float got = number(DPL_E4M3, out.rows.codes[i], out.rows.scales[i / 32]);
+        assert_true(isfinite(got) && fabsf(got - x[i]) <= x[i] / 16 + 0x1p-137f);
+    }
+    free_mx(&out);
+    // 57: 511 saturates by OCP's rule alone.
+    memset(x, 0, sizeof x);
+    x[0] = 511, x[1] = 1;
+    for (int rule = 0; rule < 2; rule++) {
+        out = quantize(ctx, x, DPL_F32, 1, 32, NULL, 1, DPL_E4M3, (dpl_scale_rule)rule);
+        assert_int_equal(out.rows.scales[0], rule == DPL_SCALE_UP ? 128 : 127);
+        assert_true(number(DPL_E4M3, out.rows.codes[0], out.rows.scales[0]) ==
+                    (rule == DPL_SCALE_UP ? 512.0f : 448.0f));
+        free_mx(&out);
+    }
+    dpl_ctx_close(&ctx);
+}
+
+int main(void) {
+    const char *root = fixture_root();
+    if (root && !fixture_open(fixture_path("formats.safetensors"), &reference)) return 1;
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_tables), cmocka_unit_test(test_codes),
+                                       cmocka_unit_test(test_scales), cmocka_unit_test(test_floats),
+                                       cmocka_unit_test(test_matrix), cmocka_unit_test(test_tail),
+                                       cmocka_unit_test(test_groups), cmocka_unit_test(test_alone),
+                                       cmocka_unit_test(test_faults)};
+    const int n_failed = cmocka_run_group_tests(tests, NULL, NULL);
+    fixture_close(&reference);
+    return n_failed;
+}
