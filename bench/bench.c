@@ -33,7 +33,8 @@ static const struct {
      "memory=messages|shared threads= runs=",
      dpl_bench_run_overlap},
     {"quant",
-     "way=row|column|both|all format=e4m3|e5m2 scale_rule=up|floor dtype=bf16|f32 experts= rows= "
+     "way=row|column|both|all format=e4m3|e5m2|nvfp4 rounding=nearest|random scale_rule=up|floor "
+     "dtype=bf16|f32 experts= rows= "
      "n= threads= runs=",
      dpl_bench_run_quant},
     {"report", "FILE.md", dpl_bench_run_report},

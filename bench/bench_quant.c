@@ -10,7 +10,8 @@
 #define COPY_BYTES ((size_t)1 << 20)
 
 static const char *const ways[] = {"all", "row", "column", "both", NULL};
-static const char *const formats[] = {"e4m3", "e5m2", NULL};
+static const char *const formats[] = {"e4m3", "e5m2", "nvfp4", NULL}; // as dpl_code
+static const char *const roundings[] = {"nearest", "random", NULL};
 static const char *const rules[] = {"up", "floor", NULL};
 
 typedef struct quant_bench {
@@ -21,14 +22,20 @@ typedef struct quant_bench {
     dpl_mat x;
     dpl_groups groups;
     dpl_mx by_row, by_column;
+    dpl_nv nv;
+    bool random;
     uint8_t *copy;
 } quant_bench;
 
 static void run_quantize(void *arg) {
     const quant_bench *b = arg;
     const dpl_mx none = {0};
-    dpl_mx_quantize(b->ctx, b->x, b->groups, b->n, b->format, b->rule,
-                    b->way == 2 ? none : b->by_row, b->way == 1 ? none : b->by_column);
+    static const uint64_t seed_stream[2] = {1, 1};
+    if (b->format == DPL_E2M1)
+        dpl_nv_quantize(b->ctx, b->x, b->rows, b->n, b->random ? seed_stream : NULL, b->nv);
+    else
+        dpl_mx_quantize(b->ctx, b->x, b->groups, b->n, b->format, b->rule,
+                        b->way == 2 ? none : b->by_row, b->way == 1 ? none : b->by_column);
     dpl_ctx_wait(b->ctx);
 }
 
@@ -64,15 +71,17 @@ static void measure(quant_bench *b, size_t runs, double *quantize_out, double *c
 static dpl_status report(quant_bench *b, size_t runs, bool json) {
     double seconds, copy_s;
     measure(b, runs, &seconds, &copy_s);
-    const double elems = (double)b->rows * (double)b->n, codes = elems * (1 + 1.0 / DPL_MX_BLOCK);
+    const double elems = (double)b->rows * (double)b->n;
+    const double codes = elems * (b->format == DPL_E2M1 ? 0.5 + 1.0 / 16 : 1 + 1.0 / DPL_MX_BLOCK);
     const double bytes = (double)b->bytes + codes * (b->way == 3 ? 2 : 1);
     const double copy_rate = 2 * (double)b->bytes / copy_s, limit_s = bytes / copy_rate;
     json_t *row = json_pack(
         "{ss ss ss ss ss sI sI si sf sf sf sf sf}", "bench", "quant", "way", ways[b->way], "format",
-        formats[b->format], "scale_rule", rules[b->rule], "dtype", dpl_bench_dtypes[b->x.dtype],
-        "rows", (json_int_t)b->rows, "n", (json_int_t)b->n, "threads", dpl_ctx_threads(b->ctx),
-        "median_us", seconds * 1e6, "gbs", bytes / seconds * 1e-9, "copy_gbs", copy_rate * 1e-9,
-        "limit_us", limit_s * 1e6, "fraction", limit_s / seconds);
+        formats[b->format], b->format == DPL_E2M1 ? "rounding" : "scale_rule",
+        b->format == DPL_E2M1 ? roundings[b->random] : rules[b->rule], "dtype",
+        dpl_bench_dtypes[b->x.dtype], "rows", (json_int_t)b->rows, "n", (json_int_t)b->n, "threads",
+        dpl_ctx_threads(b->ctx), "median_us", seconds * 1e6, "gbs", bytes / seconds * 1e-9,
+        "copy_gbs", copy_rate * 1e-9, "limit_us", limit_s * 1e6, "fraction", limit_s / seconds);
     return dpl_bench_print(row, json);
 }
 
@@ -97,9 +106,11 @@ static dpl_status make_operands(quant_bench *b, dpl_dtype dtype, int64_t **offse
                          n_scales};
     b->by_column = (dpl_mx){dpl_alloc_array(b->rows, b->n),
                             dpl_alloc_array(dpl_mx_column_blocks(E, b->rows), b->n), b->n, b->n};
+    b->nv = (dpl_nv){b->by_row.codes, dpl_alloc_array(b->rows, dpl_div_up(b->n, 16)),
+                     dpl_alloc_array(b->rows, sizeof(float)), b->n, dpl_div_up(b->n, 16)};
     *offsets_out = offsets;
     if (!offsets || !b->x.p || !b->copy || !b->by_row.codes || !b->by_row.scales ||
-        !b->by_column.codes || !b->by_column.scales)
+        !b->by_column.codes || !b->by_column.scales || !b->nv.scales || !b->nv.tensor_scale)
         return dpl_fail(DPL_ENOMEM, "bench quant: no memory for %zu x %zu numbers", b->rows, b->n);
     for (size_t e = 0; e <= E; e++) offsets[e] = (int64_t)(e * b->rows / E);
     b->groups.offsets = offsets;
@@ -114,6 +125,7 @@ int dpl_bench_run_quant(dpl_bench_args *args) {
     const size_t way = dpl_bench_choice(args, "way", ways);
     b.format = (dpl_code)dpl_bench_choice(args, "format", formats);
     b.rule = (dpl_scale_rule)dpl_bench_choice(args, "scale_rule", rules);
+    b.random = dpl_bench_choice(args, "rounding", roundings);
     const dpl_dtype dtype = (dpl_dtype)dpl_bench_choice(
                                 args, "dtype", (const char *const[]){"bf16", "f32", NULL}) == 0
                                 ? DPL_BF16
@@ -129,10 +141,12 @@ int dpl_bench_run_quant(dpl_bench_args *args) {
     dpl_status status = dpl_ctx_create(threads, false, 0, &b.ctx);
     if (status == DPL_OK) status = make_operands(&b, dtype, &offsets);
     for (b.way = 1; status == DPL_OK && b.way < 4; b.way++)
-        if (way == 0 || way == b.way) status = report(&b, runs, args->json);
+        if (b.format == DPL_E2M1 ? b.way == 1 : way == 0 || way == b.way)
+            status = report(&b, runs, args->json);
     if (status != DPL_OK) fprintf(stderr, "%s\n", dpl_error_message());
     dpl_free(b.x.p), dpl_free(b.copy), dpl_free(offsets);
     dpl_free(b.by_row.codes), dpl_free(b.by_row.scales);
+    dpl_free(b.nv.scales), dpl_free(b.nv.tensor_scale);
     dpl_free(b.by_column.codes), dpl_free(b.by_column.scales);
     dpl_ctx_close(&b.ctx);
     return status != DPL_OK;

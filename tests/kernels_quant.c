@@ -112,8 +112,66 @@ static void check_mx_columns(kernel_test *t) {
     check_mx(t, false);
 }
 
+static void compare_nv(kernel_test *t, size_t m, size_t n, bool random, dpl_nv_rows b) {
+    const uint64_t seed_stream[2] = {kernel_pick(t, 0, UINT32_MAX), kernel_pick(t, 0, UINT32_MAX)};
+    const size_t n_scales = m * dpl_div_up(n, 16), n_codes = m * dpl_div_up(n, 2);
+    float *scale = kernel_random(t, m);
+    // Of usual size, and so large and small that codes and scales become 0 or saturate.
+    for (size_t i = 0; i < m; i++)
+        scale[i] = ldexpf(fabsf(scale[i]), (int)kernel_pick(t, 0, 5) * 20 - 40);
+    b.tensor_scale = scale;
+    b.m = m, b.n = n, b.ld = n;
+    b.ld_codes = dpl_div_up(n, 2), b.ld_scales = dpl_div_up(n, 16);
+    b.x = block_numbers(t, b.dtype, m * n);
+    if (random) b.seed_stream = seed_stream;
+    b.first = (uint64_t)kernel_pick(t, 0, UINT32_MAX) * 128 * kernel_pick(t, 0, 999);
+    b.ld_random = dpl_round_up(n, 128);
+    dpl_nv_rows want = b;
+    b.codes = kernel_buffer(t, n_codes), want.codes = kernel_buffer(t, n_codes);
+    b.scales = kernel_buffer(t, n_scales), want.scales = kernel_buffer(t, n_scales);
+    t->k->quant.nv_rows(&b);
+    t->ref->quant.nv_rows(&want);
+    kernel_same(t, "scales", b.scales, want.scales, n_scales);
+    kernel_same(t, "codes", b.codes, want.codes, n_codes);
+}
+
+static void check_nv(kernel_test *t, bool random) {
+    static const size_t widths[] = {0, 1, 2, 15, 16, 17, 31, 32, 127, 128, 144, 255, 256, 257, 700};
+    for (int dtype = 0; dtype < 2; dtype++)
+        for (size_t i = 0; i < DPL_COUNT(widths); kernel_done(t), i++)
+            compare_nv(t, kernel_pick(t, 0, 5), widths[i], random,
+                       (dpl_nv_rows){.dtype = (dpl_dtype)dtype});
+    static const uint64_t seed_stream[2] = {1, 2};
+    t->aligned = true;
+    float *scale = kernel_floats(t, M_BENCH);
+    for (size_t i = 0; i < M_BENCH; i++) scale[i] = 600;
+    const dpl_nv_rows b = {.dtype = DPL_BF16,
+                           .m = M_BENCH,
+                           .n = N_BENCH,
+                           .x = kernel_random_bf16(t, M_BENCH * N_BENCH),
+                           .tensor_scale = scale,
+                           .codes = kernel_buffer(t, M_BENCH * N_BENCH / 2),
+                           .scales = kernel_buffer(t, M_BENCH * N_BENCH / 16),
+                           .ld = N_BENCH,
+                           .ld_codes = N_BENCH / 2,
+                           .ld_scales = N_BENCH / 16,
+                           .seed_stream = random ? seed_stream : NULL,
+                           .ld_random = N_BENCH};
+    KERNEL_BENCH(t, M_BENCH * N_BENCH, "elem", t->k->quant.nv_rows(&b));
+}
+
+static void check_nv_rows(kernel_test *t) {
+    check_nv(t, false);
+}
+
+static void check_nv_rows_random(kernel_test *t) {
+    check_nv(t, true);
+}
+
 const kernel_entry kernel_quant_entries[] = {{"encode", check_encode},
                                              {"decode", check_decode},
                                              {"mx_rows", check_mx_rows},
                                              {"mx_columns", check_mx_columns},
+                                             {"nv_rows", check_nv_rows},
+                                             {"nv_rows_random", check_nv_rows_random},
                                              {NULL, NULL}};

@@ -337,6 +337,136 @@ static void test_alone(void **state) {
     dpl_ctx_close(&one);
 }
 
+/* ---- NVFP4 ----------------------------------------------------------------------------------- */
+// A set of vectors with one scale for the tensor, by the kernel of a level.
+static void compare_nv(const dpl_kernels *k, const char *set, bool packed) {
+    const fixture_tensor *in = find("%s.x%s%s", set, "", "");
+    const size_t m = (size_t)in->shape[0], n = (size_t)in->shape[1];
+    float *x = floats_of(in), *s = floats_of(find("%s.S%s%s", set, "", ""));
+    float *row_scale = malloc(m * sizeof *row_scale);
+    uint8_t *codes = malloc(m * n / 2), *scales = malloc(m * n / 16);
+    assert_true(dpl_nv_tensor_scale(k->quant.amax(DPL_F32, x, m * n)) == s[0]);
+    for (size_t r = 0; r < m; r++) row_scale[r] = s[0];
+    const dpl_nv_rows b = {DPL_F32, m,     n,      x,    row_scale, codes, scales,
+                           n,       n / 2, n / 16, NULL, 0,         0};
+    k->quant.nv_rows(&b);
+    assert_memory_equal(scales, find("%s.scales%s%s", set, "", "")->data, m * n / 16);
+    const uint8_t *want = find("%s.codes%s%s", set, "", "")->data;
+    for (size_t i = 0; i < m * n; i++) assert_int_equal(codes[i / 2] >> i % 2 * 4 & 15, want[i]);
+    if (packed) assert_memory_equal(codes, find("%s.packed%s%s", set, "", "")->data, m * n / 2);
+    free(x), free(s), free(row_scale), free(codes), free(scales);
+}
+
+static void test_nv(void **state) {
+    (void)state;
+    NEED_REFERENCE();
+    dpl_cpu_level best;
+    dpl_kernels k;
+    assert_int_equal(dpl_cpu_level_detect(&best), DPL_OK);
+    for (int level = 0; level <= (int)best; level++) {
+        dpl_cpu_kernels((dpl_cpu_level)level, &k);
+        compare_nv(&k, "nv", true);
+        compare_nv(&k, "nv.edge", false);
+    }
+    const fixture_tensor *zero = find("nv.zero.S%s%s%s", "", "", "");
+    float *s = floats_of(zero);
+    assert_true(s[0] == 1 && dpl_nv_tensor_scale(0) == 1);
+    free(s);
+}
+
+typedef struct nv_out {
+    dpl_nv nv;
+    size_t n_codes, n_scales;
+} nv_out;
+
+static nv_out quantize_nv(dpl_ctx *ctx, const float *x, size_t m, size_t n,
+                          const uint64_t *random) {
+    nv_out out = {{.ld_codes = dpl_div_up(n, 2), .ld_scales = dpl_div_up(n, 16)}, 0, 0};
+    out.n_codes = m * out.nv.ld_codes, out.n_scales = m * out.nv.ld_scales;
+    out.nv.codes = malloc(out.n_codes), out.nv.scales = malloc(out.n_scales);
+    out.nv.tensor_scale = malloc(m * sizeof(float));
+    dpl_nv_quantize(ctx, dpl_mat_f32(x, n), m, n, random, out.nv);
+    dpl_ctx_wait(ctx);
+    return out;
+}
+
+static void free_nv(nv_out *out) {
+    free(out->nv.codes), free(out->nv.scales), free(out->nv.tensor_scale);
+}
+
+static float nv_number(const nv_out *out, size_t r, size_t c) {
+    const uint8_t code = out->nv.codes[r * out->nv.ld_codes + c / 2] >> c % 2 * 4 & 15;
+    const uint8_t scale = out->nv.scales[r * out->nv.ld_scales + c / 16];
+    return dpl_code_to_f32(DPL_E2M1, code) * dpl_code_to_f32(DPL_E4M3, scale) /
+           out->nv.tensor_scale[r];
+}
+
+// Each element within half the widest step of its block (1/6 of the largest), or by chance within
+// all of it, and a 16th for the rounding of the scale; a row's bits are its own.
+static void test_nv_rows(void **state) {
+    (void)state;
+    enum { ROWS = 37, N = 330 };
+    static float x[ROWS * N];
+    static const uint64_t random[2] = {5, 9};
+    for (size_t i = 0; i < ROWS * N; i++)
+        x[i] = ldexpf((float)dpl_rng_normal(1, 1, i), (int)(i / N % 20) - 10);
+    dpl_ctx *one = lab_ctx(1, false, "ref");
+    for (int level = 0; level < DPL_CPU_N; level++)
+        for (int by_chance = 0; by_chance < 2; by_chance++) {
+            dpl_ctx *ctx = open_level(level, 3);
+            if (!ctx) continue;
+            const uint64_t *r = by_chance ? random : NULL;
+            nv_out all = quantize_nv(ctx, x, ROWS, N, r), ref = quantize_nv(one, x, ROWS, N, r);
+            assert_memory_equal(all.nv.codes, ref.nv.codes, all.n_codes);
+            assert_memory_equal(all.nv.scales, ref.nv.scales, all.n_scales);
+            for (size_t i = 0; i < ROWS * N; i++) {
+                float amax = 0;
+                const size_t block = i % N / 16 * 16;
+                for (size_t c = block; c < DPL_MIN(block + 16, (size_t)N); c++)
+                    amax = fmaxf(amax, fabsf(x[i / N * N + c]));
+                const float step = amax * (1 + 1 / 16.0f) / 3 * (by_chance ? 1 : 0.5f);
+                assert_true(fabsf(nv_number(&all, i / N, i % N) - x[i]) <= step + amax / 16);
+            }
+            nv_out row = quantize_nv(ctx, x + 3 * N, 1, N, NULL);
+            if (!by_chance)
+                assert_memory_equal(row.nv.codes, all.nv.codes + 3 * all.nv.ld_codes, row.n_codes);
+            free_nv(&all), free_nv(&ref), free_nv(&row);
+            dpl_ctx_close(&ctx);
+        }
+    dpl_ctx_close(&one);
+}
+
+// 64: the mean of numbers rounded by chance is theirs, and only the neighbours come up. 65: another
+// stream gives another pattern, the same gives the same. 66: a block of zeros beside others.
+static void test_nv_faults(void **state) {
+    (void)state;
+    static float x[1024 + 32];
+    dpl_ctx *ctx = lab_ctx(2, false, dpl_cpu_level_name(dpl_cpu_level_machine()));
+    for (size_t i = 0; i < 1024; i++) x[i] = i % 16 ? 1.25f : 6;
+    uint64_t random[2] = {11, 0};
+    nv_out out = quantize_nv(ctx, x, 1, 1024, random), again = quantize_nv(ctx, x, 1, 1024, random);
+    double sum = 0;
+    for (size_t i = 0; i < 1024; i++) {
+        const float got = nv_number(&out, 0, i);
+        if (i % 16 == 0) assert_true(fabsf(got - 6) < 1e-5f);
+        else assert_true(fabsf(got - 1) < 1e-5f || fabsf(got - 1.5f) < 1e-5f), sum += (double)got;
+    }
+    assert_true(fabs(sum / 960 - 1.25) < 0.02);
+    assert_memory_equal(out.nv.codes, again.nv.codes, out.n_codes);
+    free_nv(&again);
+    random[1]++;
+    again = quantize_nv(ctx, x, 1, 1024, random);
+    assert_memory_not_equal(out.nv.codes, again.nv.codes, out.n_codes);
+    free_nv(&out), free_nv(&again);
+    memset(x, 0, sizeof x);
+    x[16] = 1;
+    out = quantize_nv(ctx, x, 1, 32, NULL);
+    assert_true(out.nv.scales[0] == 0 && out.nv.scales[1] == 0x7e);
+    for (size_t i = 0; i < 32; i++) assert_true(nv_number(&out, 0, i) == x[i]);
+    free_nv(&out);
+    dpl_ctx_close(&ctx);
+}
+
 /* ---- known faults ---------------------------------------------------------------------------- */
 static void test_faults(void **state) {
     (void)state;
@@ -377,11 +507,13 @@ static void test_faults(void **state) {
 int main(void) {
     const char *root = fixture_root();
     if (root && !fixture_open(fixture_path("formats.safetensors"), &reference)) return 1;
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_tables), cmocka_unit_test(test_codes),
-                                       cmocka_unit_test(test_scales), cmocka_unit_test(test_floats),
-                                       cmocka_unit_test(test_matrix), cmocka_unit_test(test_tail),
-                                       cmocka_unit_test(test_groups), cmocka_unit_test(test_alone),
-                                       cmocka_unit_test(test_faults)};
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_tables),    cmocka_unit_test(test_codes),
+        cmocka_unit_test(test_scales),    cmocka_unit_test(test_floats),
+        cmocka_unit_test(test_matrix),    cmocka_unit_test(test_tail),
+        cmocka_unit_test(test_nv),        cmocka_unit_test(test_nv_rows),
+        cmocka_unit_test(test_nv_faults), cmocka_unit_test(test_groups),
+        cmocka_unit_test(test_alone),     cmocka_unit_test(test_faults)};
     const int n_failed = cmocka_run_group_tests(tests, NULL, NULL);
     fixture_close(&reference);
     return n_failed;

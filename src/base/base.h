@@ -147,7 +147,10 @@ dpl_status dpl_cpu_level_detect(dpl_cpu_level *level_out);
 uint64_t dpl_rng_u64(uint64_t seed, uint64_t stream, uint64_t counter);
 double dpl_rng_uniform(uint64_t seed, uint64_t stream, uint64_t counter); // in (0, 1)
 double dpl_rng_normal(uint64_t seed, uint64_t stream, uint64_t counter);  // N(0, 1), Box-Muller
-uint64_t dpl_hash64(const void *data, size_t bytes, uint64_t seed);       // not cryptographic
+// 16 bits for element i of a tensor. (Those of 128 elements come from 16 counters, as vectors draw
+// them: element 128 q + 16 w + c takes word w of counter 16 q + c.)
+uint16_t dpl_rng_bits(uint64_t seed, uint64_t stream, uint64_t i);
+uint64_t dpl_hash64(const void *data, size_t bytes, uint64_t seed); // not cryptographic
 
 /* ---- number formats ------------------------------------------------------------------------- */
 // dpl_dtype is public (dropless.h).
@@ -188,3 +191,9 @@ typedef enum dpl_scale_rule {
 } dpl_scale_rule;
 // The byte for a block whose largest magnitude is amax. Infinity: 0xfe; NaN: 0xff.
 uint8_t dpl_e8m0_scale(dpl_scale_rule rule, dpl_code format, float amax);
+
+// NVFP4: E2M1 codes of x * S / scale, where S belongs to a tensor and an E4M3 scale to each block.
+float dpl_nv_tensor_scale(float amax);               // S: the largest block scale is 448
+uint8_t dpl_nv_block_scale(float amax, float scale); // a code; 0: all codes of the block are 0
+// Up or down by chance, the nearer number more often, so that the mean is x: `bits` are random.
+uint8_t dpl_f32_to_e2m1_random(float x, uint16_t bits);

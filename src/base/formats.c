@@ -1,4 +1,5 @@
 // formats.c - 8- and 4-bit numbers and their scales, by definition: what the kernels must equal.
+#include <float.h>
 #include <math.h>
 
 #include "base/base.h"
@@ -66,4 +67,25 @@ uint8_t dpl_e8m0_scale(dpl_scale_rule rule, dpl_code format, float amax) {
     if (amax == 0) return 0;
     const int exponent = ilogbf(amax) - ilogbf(dpl_code_max(format)) + 127;
     return (uint8_t)DPL_MIN(DPL_MAX(exponent, 0), 254);
+}
+
+/* ---- NVFP4 ----------------------------------------------------------------------------------- */
+float dpl_nv_tensor_scale(float amax) {
+    const float scale = amax == 0 ? 1 : dpl_code_max(DPL_E4M3) * dpl_code_max(DPL_E2M1) / amax;
+    return scale > FLT_MAX ? FLT_MAX : scale;
+}
+
+uint8_t dpl_nv_block_scale(float amax, float scale) {
+    return dpl_f32_to_code(DPL_E4M3, amax / dpl_code_max(DPL_E2M1) * scale);
+}
+
+uint8_t dpl_f32_to_e2m1_random(float x, uint16_t bits) {
+    if (isnan(x)) return 0x7;
+    const uint8_t sign = signbit(x) ? 0x8 : 0;
+    const float a = fminf(fabsf(x), dpl_code_max(DPL_E2M1));
+    if (a < 1) return sign | (uint8_t)(a * 2 + (float)bits * 0x1p-16f); // steps of 1/2
+    uint32_t u;
+    memcpy(&u, &a, sizeof u);
+    // 22 bits are cut off: as many random ones are added to them.
+    return sign | (uint8_t)(((u + ((uint32_t)bits << 6)) >> 22) - (126 << 1));
 }

@@ -36,6 +36,13 @@ uint64_t dpl_rng_u64(uint64_t seed, uint64_t stream, uint64_t counter) {
     return x[0];
 }
 
+uint16_t dpl_rng_bits(uint64_t seed, uint64_t stream, uint64_t i) {
+    uint64_t x[2];
+    const uint64_t word = i / 16 % 8;
+    philox(seed, stream, i / 128 * 16 + i % 16, x);
+    return (uint16_t)(x[word / 4] >> word % 4 * 16);
+}
+
 double dpl_rng_uniform(uint64_t seed, uint64_t stream, uint64_t counter) {
     return to_uniform(dpl_rng_u64(seed, stream, counter));
 }

@@ -176,6 +176,22 @@ typedef struct dpl_mx_block {
     size_t ld, ld_codes, ld_scales;
 } dpl_mx_block;
 
+// Rows as NVFP4: blocks of 16 along each row. A byte has the codes of two columns, the even one in
+// its low half.
+typedef struct dpl_nv_rows {
+    dpl_dtype dtype;
+    size_t m, n;
+    const void *x;
+    const float *tensor_scale; // of each row
+    uint8_t *codes, *scales;
+    size_t ld, ld_codes, ld_scales; // ld_codes: bytes
+    // Rounding is by chance: element (r, c) has the random bits of first + r * ld_random + c, where
+    // 128 divides first and ld_random. NULL: to nearest even.
+    const uint64_t *seed_stream;
+    uint64_t first;
+    size_t ld_random;
+} dpl_nv_rows;
+
 typedef struct dpl_quant_kernels {
     void (*encode)(dpl_code format, const float *x, uint8_t *codes, size_t n); // a byte each
     void (*decode)(dpl_code format, const uint8_t *codes, float *x, size_t n);
@@ -183,6 +199,9 @@ typedef struct dpl_quant_kernels {
     void (*mx_rows)(const dpl_mx_block *b);
     // Blocks down the columns, of all m <= 32 rows: scales (n).
     void (*mx_columns)(const dpl_mx_block *b);
+    float (*amax)(dpl_dtype dtype, const void *x, size_t n); // 0 for n = 0; NaN if one is
+    // The last block of a row, and its last byte, of what is left: scales (m, ceil(n / 16)).
+    void (*nv_rows)(const dpl_nv_rows *b);
 } dpl_quant_kernels;
 
 /* ---- levels ---------------------------------------------------------------------------------- */

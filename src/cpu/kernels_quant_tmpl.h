@@ -384,4 +384,160 @@ INLINE void mx_columns_as(dpl_code f, dpl_scale_rule rule, dpl_dtype dtype, cons
 MX_KERNEL(quant_mx_rows, mx_rows_as)
 MX_KERNEL(quant_mx_columns, mx_columns_as)
 
-#define QUANT_KERNELS quant_encode, quant_decode, quant_mx_rows, quant_mx_columns
+/* ---- NVFP4 ----------------------------------------------------------------------------------- */
+#if defined(__AVX512F__)
+#define MADD(a, b, c)       ((reg)_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c)))
+#define MINUS_PROD(a, b, c) ((reg)_mm512_fnmadd_ps((__m512)(a), (__m512)(b), (__m512)(c)))
+#define MUL_EVENS(a, b)     ((reg_u32)_mm512_mul_epu32((__m512i)(a), (__m512i)(b)))
+#else
+#define MADD(a, b, c)       ((reg)_mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c)))
+#define MINUS_PROD(a, b, c) ((reg)_mm256_fnmadd_ps((__m256)(a), (__m256)(b), (__m256)(c)))
+#define MUL_EVENS(a, b)     ((reg_u32)_mm256_mul_epu32((__m256i)(a), (__m256i)(b)))
+#endif
+typedef uint64_t reg_u64 __attribute__((vector_size(REG_BYTES)));
+
+INLINE void multiply_wide(reg_u32 x, uint32_t by, reg_u32 *low, reg_u32 *high) {
+    const reg_u32 m = (reg_u32){0} + by, odd = (reg_u32)((reg_u64){0} + 0xffffffff00000000u);
+    const reg_u32 a = MUL_EVENS(x, m), b = MUL_EVENS((reg_u64)x >> 32, m);
+    *low = either(odd, (reg_u32)((reg_u64)b << 32), a);
+    *high = either(odd, b, (reg_u32)((reg_u64)a >> 32));
+}
+
+// dpl_rng_bits() of 128 elements.
+INLINE void random_bits(const uint64_t seed_stream[2], uint64_t first, uint16_t bits[128]) {
+    for (size_t c = 0; c < 16; c += REG) {
+        const uint64_t counter = first / 128 * 16 + c; // its upper half is the same for all lanes
+        uint32_t lane[REG];
+        for (uint32_t i = 0; i < REG; i++) lane[i] = (uint32_t)counter + i;
+        reg_u32 x[4];
+        memcpy(&x[0], lane, sizeof lane);
+        x[1] = (reg_u32){0} + (uint32_t)(counter >> 32);
+        x[2] = (reg_u32){0} + (uint32_t)seed_stream[1];
+        x[3] = (reg_u32){0} + (uint32_t)(seed_stream[1] >> 32);
+        uint32_t k0 = (uint32_t)seed_stream[0], k1 = (uint32_t)(seed_stream[0] >> 32);
+        for (int round = 0; round < 10; round++) {
+            reg_u32 a_low, a_high, b_low, b_high;
+            multiply_wide(x[0], 0xd2511f53u, &a_low, &a_high);
+            multiply_wide(x[2], 0xcd9e8d57u, &b_low, &b_high);
+            x[0] = b_high ^ x[1] ^ k0;
+            x[1] = b_low;
+            x[2] = a_high ^ x[3] ^ k1;
+            x[3] = a_low;
+            k0 += 0x9e3779b9u;
+            k1 += 0xbb67ae85u;
+        }
+        for (size_t w = 0; w < 8; w++) {
+            const reg_u32 bits_16 = w % 2 ? x[w / 2] >> 16 : x[w / 2] & 0xffff;
+            const reg_u16 half = __builtin_convertvector(bits_16, reg_u16);
+            memcpy(bits + 16 * w + c, &half, sizeof half);
+        }
+    }
+}
+
+// As dpl_f32_to_e2m1_random(), of numbers that are not NaN.
+INLINE reg_u32 random_codes(reg x, const uint16_t *bits) {
+    reg_u16 half;
+    memcpy(&half, bits, sizeof half);
+    const reg_u32 random = __builtin_convertvector(half, reg_u32);
+    const reg_u32 a = least(magnitude(x), (reg_u32){0} + bits_of(6.0f));
+    const reg_u32 normal = ((a + (random << 6)) >> 22) - (126 << 1);
+    const reg steps = (reg)a * 2.0f + __builtin_convertvector((reg_i32)random, reg) * 0x1p-16f;
+    const reg_u32 small = (reg_u32) __builtin_convertvector(steps, reg_i32);
+    const reg_u32 sign = (reg_u32)x >> 28 & 0x8;
+    return either(below(a, (reg_u32){0} + bits_of(1.0f)), small, normal) | sign;
+}
+
+// Bytes of two codes each.
+INLINE void store_code_pairs(uint8_t *to, reg_u32 codes) {
+    const reg_u64 both = (reg_u64)codes | (reg_u64)codes >> 28;
+#if defined(__AVX512F__)
+    _mm_storel_epi64((__m128i *)(void *)to, _mm512_cvtepi64_epi8((__m512i)both));
+#else
+    for (size_t i = 0; i < REG / 2; i++) to[i] = (uint8_t)both[i];
+#endif
+}
+
+// Up to REG whole blocks that follow each other; random: of them, or NULL.
+INLINE void nv_run(dpl_dtype dtype, size_t n_blocks, const void *x, size_t at, float tensor_scale,
+                   const uint16_t *random, uint8_t *codes, uint8_t *scales) {
+    reg_u32 amax[REG];
+    for (size_t i = 0; i < REG; i++) {
+        amax[i] = (reg_u32){0};
+        for (size_t j = 0; i < n_blocks && j < 16; j += REG)
+            amax[i] = greatest(amax[i], magnitude(load_any(dtype, x, at + 16 * i + j)));
+    }
+    const reg wanted = (reg)maxima_across(amax) / 6.0f * tensor_scale;
+    const reg_u32 nan = (reg_u32)(wanted != wanted);
+    const reg_u32 byte = either(nan, (reg_u32){0} + 0x7f, codes_of(DPL_E4M3, wanted));
+    const reg scale = numbers_of(DPL_E4M3, byte);
+    uint8_t bytes[REG];
+    float by[REG], inverse[REG];
+    store_codes(bytes, byte);
+    store(by, scale);
+    store(inverse, 1.0f / scale);
+    memcpy(scales, bytes, n_blocks);
+    for (size_t i = 0; i < n_blocks; i++) {
+        if (bytes[i] == 0 || bytes[i] == 0x7f) {
+            memset(codes + 8 * i, bytes[i] ? 0x77 : 0, 8);
+            continue;
+        }
+        for (size_t j = 0; j < 16; j += REG) {
+            const reg y = load_any(dtype, x, at + 16 * i + j) * tensor_scale;
+            // The quotient, correctly rounded: what a first one leaves is exact. Far above the
+            // largest code the first will do, infinities too. A zero keeps its sign.
+            const reg q = y * inverse[i], d = (reg){0} + by[i];
+            const reg exact = MADD(MINUS_PROD(q, d, y), (reg){0} + inverse[i], q);
+            const reg_u32 usual = below(magnitude(q), (reg_u32){0} + bits_of(8.0f));
+            const reg z = (reg)either(usual & 0x7fffffff, (reg_u32)exact, (reg_u32)q);
+            store_code_pairs(codes + 8 * i + j / 2,
+                             random ? random_codes(z, random + 16 * i + j) : codes_of(DPL_E2M1, z));
+        }
+    }
+}
+
+INLINE void nv_row(dpl_dtype dtype, const dpl_nv_rows *b, size_t r) {
+    uint16_t bits[DPL_MAX(16 * REG, 128)], *random = b->seed_stream ? bits : NULL;
+    uint8_t *codes = b->codes + r * b->ld_codes, *scales = b->scales + r * b->ld_scales;
+    const size_t whole = b->n / 16, rest = b->n % 16, size = dpl_dtype_bytes(dtype);
+    for (size_t i = 0; i < dpl_div_up(b->n, 16); i += REG) {
+        const size_t n_blocks = DPL_MIN(DPL_MAX(whole, i) - i, (size_t)REG);
+        for (size_t j = 0; random && j < 16 * REG; j += 128)
+            random_bits(b->seed_stream, b->first + r * b->ld_random + 16 * i + j, bits + j);
+        nv_run(dtype, n_blocks, b->x, r * b->ld + 16 * i, b->tensor_scale[r], random, codes + 8 * i,
+               scales + i);
+        if (n_blocks == REG || rest == 0) continue;
+        float last[16] = {0}; // of either type
+        uint8_t last_codes[8];
+        memcpy(last, (const uint8_t *)b->x + (r * b->ld + 16 * whole) * size, rest * size);
+        nv_run(dtype, 1, last, 0, b->tensor_scale[r], random ? random + 16 * n_blocks : NULL,
+               last_codes, scales + whole);
+        memcpy(codes + 8 * whole, last_codes, dpl_div_up(rest, 2));
+    }
+}
+
+INLINE float amax_as(dpl_dtype dtype, const void *x, size_t n) {
+    reg_u32 amax[2] = {0};
+    uint32_t lane[REG], most = 0;
+    size_t i = 0;
+    for (; i + 2 * REG <= n; i += 2 * REG)
+        for (size_t j = 0; j < 2; j++)
+            amax[j] = greatest(amax[j], magnitude(load_any(dtype, x, i + j * REG)));
+    amax[0] = greatest(amax[0], amax[1]);
+    memcpy(lane, amax, sizeof lane);
+    for (size_t j = 0; j < REG; j++) most = DPL_MAX(most, lane[j]);
+    for (; i < n; i++) most = DPL_MAX(most, bits_of(at_any(dtype, x, i)) & 0x7fffffffu);
+    return float_of(most); // NaNs are above all numbers
+}
+
+static float quant_amax(dpl_dtype dtype, const void *x, size_t n) {
+    return dtype == DPL_F32 ? amax_as(DPL_F32, x, n) : amax_as(DPL_BF16, x, n);
+}
+
+static void quant_nv_rows(const dpl_nv_rows *b) {
+    for (size_t r = 0; r < b->m; r++)
+        if (b->dtype == DPL_F32) nv_row(DPL_F32, b, r);
+        else nv_row(DPL_BF16, b, r);
+}
+
+#define QUANT_KERNELS \
+    quant_encode, quant_decode, quant_mx_rows, quant_mx_columns, quant_amax, quant_nv_rows

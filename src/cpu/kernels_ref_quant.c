@@ -11,15 +11,22 @@ static void decode(dpl_code format, const uint8_t *codes, float *x, size_t n) {
     for (size_t i = 0; i < n; i++) x[i] = dpl_code_to_f32(format, codes[i]);
 }
 
+static float element(dpl_dtype dtype, const void *x, size_t i) {
+    return dtype == DPL_F32 ? ((const float *)x)[i] : dpl_bf16_to_f32(((const uint16_t *)x)[i]);
+}
+
+// NaN, if one of the two is.
+static float larger(float amax, float x) {
+    return isnan(amax) || fabsf(x) <= amax ? amax : fabsf(x);
+}
+
 // One block of n elements, `step` apart.
 static void quantize_block(const dpl_mx_block *b, size_t first, size_t first_code, size_t n,
                            size_t step, size_t step_codes, uint8_t *scale_out) {
     float x[32], amax = 0;
     for (size_t i = 0; i < n; i++) {
-        const size_t at = first + i * step;
-        x[i] = b->dtype == DPL_F32 ? ((const float *)b->x)[at]
-                                   : dpl_bf16_to_f32(((const uint16_t *)b->x)[at]);
-        if (!(fabsf(x[i]) <= amax)) amax = isnan(amax) ? amax : fabsf(x[i]);
+        x[i] = element(b->dtype, b->x, first + i * step);
+        amax = larger(amax, x[i]);
     }
     *scale_out = dpl_e8m0_scale(b->rule, b->format, amax);
     // The product is exact, but for what is far below the smallest code.
@@ -40,6 +47,38 @@ static void mx_columns(const dpl_mx_block *b) {
         quantize_block(b, c, c, b->m, b->ld, b->ld_codes, b->scales + c);
 }
 
+static float amax_of(dpl_dtype dtype, const void *x, size_t n) {
+    float amax = 0;
+    for (size_t i = 0; i < n; i++) amax = larger(amax, element(dtype, x, i));
+    return amax;
+}
+
+static void nv_block(const dpl_nv_rows *b, size_t r, size_t first, size_t n) {
+    const float tensor_scale = b->tensor_scale[r];
+    float x[16], amax = 0;
+    for (size_t i = 0; i < n; i++) {
+        x[i] = element(b->dtype, b->x, r * b->ld + first + i);
+        amax = larger(amax, x[i]);
+    }
+    const uint8_t scale = dpl_nv_block_scale(amax, tensor_scale);
+    b->scales[r * b->ld_scales + first / 16] = scale;
+    for (size_t i = 0; i < n; i++) {
+        const float y = x[i] * tensor_scale / dpl_code_to_f32(DPL_E4M3, scale);
+        const uint64_t at = b->first + r * b->ld_random + first + i, *random = b->seed_stream;
+        uint8_t *byte = b->codes + r * b->ld_codes + (first + i) / 2;
+        const uint8_t code = scale == 0 ? 0
+                             : random
+                                 ? dpl_f32_to_e2m1_random(y, dpl_rng_bits(random[0], random[1], at))
+                                 : dpl_f32_to_code(DPL_E2M1, y);
+        *byte = (uint8_t)(i % 2 ? *byte | code << 4 : code);
+    }
+}
+
+static void nv_rows(const dpl_nv_rows *b) {
+    for (size_t r = 0; r < b->m; r++)
+        for (size_t c = 0; c < b->n; c += 16) nv_block(b, r, c, DPL_MIN(b->n - c, (size_t)16));
+}
+
 void dpl_kernels_ref_quant(dpl_kernels *k) {
-    k->quant = (dpl_quant_kernels){encode, decode, mx_rows, mx_columns};
+    k->quant = (dpl_quant_kernels){encode, decode, mx_rows, mx_columns, amax_of, nv_rows};
 }

@@ -298,6 +298,18 @@ static inline size_t dpl_mx_column_blocks(size_t n_groups, size_t n_rows) {
 void dpl_mx_quantize(dpl_ctx *ctx, dpl_mat x, dpl_groups groups, size_t n, dpl_code format,
                      dpl_scale_rule rule, dpl_mx by_row, dpl_mx by_column);
 
+// NVFP4: blocks of 16 along the rows, two codes a byte. The scale of the tensor is one for each row
+// here, so that a row's bits do not depend on others: tensor_scale (rows), scales (rows, ceil(n /
+// 16)), ld_codes in bytes. seed_stream: rounding by chance, with row r's random bits of its own;
+// NULL: to nearest even.
+typedef struct dpl_nv {
+    uint8_t *codes, *scales;
+    float *tensor_scale;
+    size_t ld_codes, ld_scales;
+} dpl_nv;
+void dpl_nv_quantize(dpl_ctx *ctx, dpl_mat x, size_t n_rows, size_t n,
+                     const uint64_t seed_stream[2], dpl_nv out);
+
 /* ---- optimizer and reductions (optim.c) ------------------------------------------------------ */
 typedef struct dpl_adamw {
     double b1, b2; // in fp32 1 - b2 would lose what correct2 keeps

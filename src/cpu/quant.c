@@ -1,6 +1,5 @@
 // quant.c - quantization of matrices whose rows belong to groups.
-#include "cpu/kernels.h"
-#include "cpu/ops.h"
+#include "cpu/row_io.h"
 
 #define TASK_COLUMNS ((size_t)1024) // a multiple of DPL_MX_BLOCK
 
@@ -76,4 +75,43 @@ void dpl_mx_quantize(dpl_ctx *ctx, dpl_mat x, dpl_groups groups, size_t n, dpl_c
     const mx_args a = {x, groups, n, dpl_div_up(n, TASK_COLUMNS), format, rule, by_row, by_column};
     if (groups.n == 0 || groups.n_rows == 0 || n == 0) return;
     DPL_SUBMIT(ctx, mx_quantize, a, {0});
+}
+
+/* ---- NVFP4 ----------------------------------------------------------------------------------- */
+#define RANDOM_RUN 128 // elements whose random bits are drawn together
+
+typedef struct nv_args {
+    dpl_loop loop;
+    dpl_mat x;
+    size_t n;
+    bool random;
+    uint64_t seed_stream[2];
+    dpl_nv out;
+} nv_args;
+
+static void quantize_rows(const void *args, const dpl_part *part) {
+    const nv_args *a = args;
+    for (size_t row = part->first; row < part->end; row++) {
+        const void *x = dpl_mat_row(a->x, row);
+        float *scale = a->out.tensor_scale + row;
+        *scale = dpl_nv_tensor_scale(part->q->amax(a->x.dtype, x, a->n));
+        const dpl_nv_rows b = {.dtype = a->x.dtype,
+                               .m = 1,
+                               .n = a->n,
+                               .x = x,
+                               .tensor_scale = scale,
+                               .codes = a->out.codes + row * a->out.ld_codes,
+                               .scales = a->out.scales + row * a->out.ld_scales,
+                               .seed_stream = a->random ? a->seed_stream : NULL,
+                               .first = row * dpl_round_up(a->n, RANDOM_RUN)};
+        part->q->nv_rows(&b);
+    }
+}
+
+void dpl_nv_quantize(dpl_ctx *ctx, dpl_mat x, size_t n_rows, size_t n,
+                     const uint64_t seed_stream[2], dpl_nv out) {
+    const size_t row_bytes = n * dpl_dtype_bytes(x.dtype);
+    nv_args a = {{quantize_rows, n_rows, dpl_row_grain(row_bytes)}, x, n, seed_stream, {0}, out};
+    if (seed_stream) memcpy(a.seed_stream, seed_stream, sizeof a.seed_stream);
+    DPL_SUBMIT(ctx, dpl_run_loop, a, {out.tensor_scale, n_rows * sizeof *out.tensor_scale});
 }
