@@ -112,6 +112,35 @@ static void check_mx_columns(kernel_test *t) {
     check_mx(t, false);
 }
 
+static void check_mx_expand(kernel_test *t) {
+    enum { LINES = 24, BENCH_LINES = 256 };
+    for (int kind = 0; kind < 8; kernel_done(t), kind++) {
+        const size_t step = kind & 2 ? 64 : 0;
+        uint8_t *codes = kernel_buffer(t, LINES * 64);
+        uint16_t *scales = kernel_buffer(t, 2 * LINES * 64);
+        uint16_t *got = kernel_buffer(t, 2 * LINES * 64), *want = kernel_buffer(t, 2 * LINES * 64);
+        for (size_t i = 0; i < LINES * 64; i++) {
+            codes[i] = (uint8_t)kernel_pick(t, 0, 255);
+            if (kind & 4) codes[i] &= 0xbb; // nothing odd
+            scales[i] = (uint16_t)(i / 64 % 2 ? kernel_pick(t, 0, 255) : kernel_pick(t, 33, 220));
+        }
+        const dpl_code f = kind & 1 ? DPL_E5M2 : DPL_E4M3;
+        t->k->quant.mx_expand(f, LINES, codes, scales, step, got);
+        t->ref->quant.mx_expand(f, LINES, codes, scales, step, want);
+        for (size_t i = 0; i < LINES * 64; i++) // NaNs may differ
+            if (isnan(dpl_bf16_to_f32(got[i])) && isnan(dpl_bf16_to_f32(want[i])))
+                got[i] = want[i] = 0;
+        kernel_same(t, "numbers", got, want, 2 * LINES * 64);
+    }
+    t->aligned = true;
+    uint8_t *codes = kernel_buffer(t, BENCH_LINES * 64);
+    uint16_t *scales = kernel_buffer(t, 128), *y = kernel_buffer(t, 2 * BENCH_LINES * 64);
+    for (size_t i = 0; i < BENCH_LINES * 64; i++) codes[i] = (uint8_t)(i * 7 % 126);
+    for (size_t i = 0; i < 64; i++) scales[i] = (uint16_t)(120 + i % 5);
+    KERNEL_BENCH(t, BENCH_LINES * 64, "elem",
+                 t->k->quant.mx_expand(DPL_E4M3, BENCH_LINES, codes, scales, 0, y));
+}
+
 static void compare_nv(kernel_test *t, size_t m, size_t n, bool random, dpl_nv_rows b) {
     const uint64_t seed_stream[2] = {kernel_pick(t, 0, UINT32_MAX), kernel_pick(t, 0, UINT32_MAX)};
     const size_t n_scales = m * dpl_div_up(n, 16), n_codes = m * dpl_div_up(n, 2);
@@ -172,6 +201,7 @@ const kernel_entry kernel_quant_entries[] = {{"encode", check_encode},
                                              {"decode", check_decode},
                                              {"mx_rows", check_mx_rows},
                                              {"mx_columns", check_mx_columns},
+                                             {"mx_expand", check_mx_expand},
                                              {"nv_rows", check_nv_rows},
                                              {"nv_rows_random", check_nv_rows_random},
                                              {NULL, NULL}};

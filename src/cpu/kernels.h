@@ -199,6 +199,10 @@ typedef struct dpl_quant_kernels {
     void (*mx_rows)(const dpl_mx_block *b);
     // Blocks down the columns, of all m <= 32 rows: scales (n).
     void (*mx_columns)(const dpl_mx_block *b);
+    // bf16 numbers of lines of 64 codes, exact but where bf16 has no such exponent. scales: a byte
+    // in a word for each of a line; those of the next line are `step` further.
+    void (*mx_expand)(dpl_code format, size_t n_lines, const uint8_t *codes, const uint16_t *scales,
+                      size_t step, uint16_t *y);
     float (*amax)(dpl_dtype dtype, const void *x, size_t n); // 0 for n = 0; NaN if one is
     // The last block of a row, and its last byte, of what is left: scales (m, ceil(n / 16)).
     void (*nv_rows)(const dpl_nv_rows *b);

@@ -8,6 +8,21 @@ typedef int32_t reg_i32 __attribute__((vector_size(REG_BYTES)));
 
 #define INF_BITS 0x7f800000u
 
+// Without it, gcc makes the constants of a loop anew in each round.
+#ifdef __clang__
+#define UNROLL_4 _Pragma("unroll 4")
+#else
+#define UNROLL_4 _Pragma("GCC unroll 4")
+#endif
+
+INLINE reg all_lanes(float x) {
+#if defined(__AVX512F__)
+    return (reg)_mm512_set1_ps(x);
+#else
+    return (reg)_mm256_set1_ps(x);
+#endif
+}
+
 // What a format is, as constants where the compiler knows the format.
 INLINE int mantissa_bits(dpl_code f) {
     return f == DPL_E4M3 ? 3 : f == DPL_E5M2 ? 2 : 1;
@@ -29,6 +44,14 @@ INLINE reg_u32 either(reg_u32 mask, reg_u32 yes, reg_u32 no) {
 // Of numbers below 2^31.
 INLINE reg_u32 below(reg_u32 a, reg_u32 b) {
     return (reg_u32)((reg_i32)a < (reg_i32)b);
+}
+INLINE reg_u32 where_below(reg_u32 a, reg_u32 b, reg_u32 yes, reg_u32 no) {
+#if defined(__AVX512F__)
+    const __mmask16 is_below = _mm512_cmplt_epi32_mask((__m512i)a, (__m512i)b);
+    return (reg_u32)_mm512_mask_blend_epi32(is_below, (__m512i)no, (__m512i)yes);
+#else
+    return either(below(a, b), yes, no);
+#endif
 }
 INLINE reg_u32 least(reg_u32 a, reg_u32 b) {
 #if defined(__AVX512F__)
@@ -54,17 +77,17 @@ INLINE reg_u32 magnitude(reg x) {
 }
 
 /* ---- codes ----------------------------------------------------------------------------------- */
-// Of numbers that are not NaN.
+// Of numbers that are not NaN. The last bit of a sum with a power of two, so much above a number's
+// binade, is a step of the format there: the sum is rounded to steps.
 INLINE reg_u32 codes_of(dpl_code f, reg x) {
-    const int m = mantissa_bits(f), shift = 23 - m, bias = exponent_bias(f);
+    const int m = mantissa_bits(f), bias = exponent_bias(f);
     const reg_u32 a = least(magnitude(x), (reg_u32){0} + bits_of(largest(f)));
-    const reg_u32 up = a + ((1u << (shift - 1)) - 1) + (a >> shift & 1);
-    const reg_u32 normal = (up >> shift) - ((uint32_t)(127 - bias) << m);
-    // The last bit of a sum with this number is a step of the subnormals.
-    const float steps = power_of_two(23 + 1 - bias - m);
-    const reg_u32 small = (reg_u32)((reg)a + steps) - bits_of(steps);
+    const reg_u32 normal = greatest(a, (reg_u32){0} + bits_of(power_of_two(1 - bias)));
+    const reg_u32 above = (normal & INF_BITS) + ((uint32_t)(23 - m) << 23);
+    const reg_u32 steps = (reg_u32)((reg)a + (reg)above) - above;
+    const reg_u32 binade = (above >> (23 - m)) - ((uint32_t)(127 + 1 - bias + 23 - m) << m);
     const reg_u32 sign = (reg_u32)x >> (f == DPL_E2M1 ? 28 : 24) & (f == DPL_E2M1 ? 0x8 : 0x80);
-    return either(below(a, (reg_u32){0} + bits_of(power_of_two(1 - bias))), small, normal) | sign;
+    return (steps + binade) | sign;
 }
 
 INLINE reg numbers_of(dpl_code f, reg_u32 code) {
@@ -384,6 +407,91 @@ INLINE void mx_columns_as(dpl_code f, dpl_scale_rule rule, dpl_dtype dtype, cons
 MX_KERNEL(quant_mx_rows, mx_rows_as)
 MX_KERNEL(quant_mx_columns, mx_columns_as)
 
+// Any codes and scales; some of a line.
+INLINE void expand_numbers(dpl_code f, size_t n, const uint8_t *codes, const uint16_t *scales,
+                           uint16_t *y) {
+    for (size_t j = 0; j < n; j += REG) {
+        reg_u8 bytes;
+        reg_u16 words;
+        memcpy(&bytes, codes + j, sizeof bytes);
+        memcpy(&words, scales + j, sizeof words);
+        const reg_u32 scale = __builtin_convertvector(words, reg_u32);
+        // Two factors, of which neither overflows, and the second is exact or rounds to 0.
+        const reg_u32 half = scale >> 1, rest = scale - half;
+        const reg a = numbers_of(f, __builtin_convertvector(bytes, reg_u32));
+        const reg v = a * (reg)((half + 127 - 63) << 23) * (reg)((rest + 127 - 64) << 23);
+        const reg_u32 nan = (reg_u32)(scale == 0xff) & 0x7fc00000u;
+        store_any(DPL_BF16, y, j, (reg)((reg_u32)v | nan));
+    }
+}
+
+#if defined(__AVX512BW__)
+// What a subnormal code is worth in steps of the normal ones, as if those went on below.
+INLINE __m512i small_steps(dpl_code f) {
+    const __m128i e4m3 = _mm_setr_epi8(0, -16, -8, -4, 0, 2, 4, 6, 0, 0, 0, 0, 0, 0, 0, 0);
+    const __m128i e5m2 = _mm_setr_epi8(0, -4, 0, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
+    return _mm512_broadcast_i32x4(f == DPL_E4M3 ? e4m3 : e5m2);
+}
+
+// A line, of which no code is infinite or NaN, and no number outside of bf16's normal ones.
+INLINE void expand_words(dpl_code f, const uint8_t *codes, const __m512i more[2], uint16_t *y) {
+    const int m = mantissa_bits(f), shift = 7 - m;
+    const __m512i line = bits_at(codes), a = _mm512_and_si512(line, _mm512_set1_epi8(0x7f));
+    const __mmask64 small = _mm512_cmplt_epi8_mask(a, _mm512_set1_epi8((char)(1 << m)));
+    const __mmask64 some = _mm512_test_epi8_mask(a, a);
+    const __m512i steps = _mm512_mask_shuffle_epi8(a, small, small_steps(f), a);
+    for (int h = 0; h < 2; h++) {
+        const __m256i s = _mm512_extracti64x4_epi64(steps, h);
+        const __m256i c = _mm256_loadu_si256((const __m256i *)(const void *)(codes + 32 * h));
+        const __m512i scaled = (__m512i)((word_lanes)_mm512_cvtepi8_epi16(s) << shift);
+        const __m512i number = _mm512_maskz_add_epi16((__mmask32)(some >> 32 * h), scaled, more[h]);
+        _mm512_storeu_si512(y + 32 * h, _mm512_ternarylogic_epi32(number, _mm512_cvtepi8_epi16(c),
+                                                                  WORDS(0x8000), 0xf8));
+    }
+}
+
+INLINE bool usual_codes(dpl_code f, const uint8_t *codes) {
+    const __m512i a = _mm512_and_si512(bits_at(codes), _mm512_set1_epi8(0x7f));
+    return !_mm512_cmpge_epi8_mask(a, _mm512_set1_epi8(f == DPL_E4M3 ? 0x7f : 0x7c));
+}
+
+// The exponents of a line, and whether no number there leaves bf16's normal ones.
+INLINE bool usual_scales(dpl_code f, const uint16_t *scales, __m512i more[2]) {
+    __mmask32 out = 0;
+    for (int h = 0; h < 2; h++) {
+        const __m512i scale = bits_at(scales + 32 * h);
+        out |= _mm512_cmpgt_epu16_mask(_mm512_sub_epi16(scale, WORDS(32)), WORDS(190));
+        more[h] = _mm512_slli_epi16(_mm512_sub_epi16(scale, WORDS(exponent_bias(f))), 7);
+    }
+    return !out;
+}
+#endif
+
+INLINE void expand_as(dpl_code f, bool moves, size_t n_lines, const uint8_t *codes,
+                      const uint16_t *scales, size_t step, uint16_t *y) {
+#if defined(__AVX512BW__)
+    __m512i more[2];
+    bool usual = usual_scales(f, scales, more);
+    for (size_t i = 0; i < n_lines; i++, codes += 64, scales += step, y += 64) {
+        if (moves && i > 0) usual = usual_scales(f, scales, more);
+        if (__builtin_expect(usual && usual_codes(f, codes), 1)) expand_words(f, codes, more, y);
+        else expand_numbers(f, 64, codes, scales, y);
+    }
+#else
+    (void)moves;
+    for (size_t i = 0; i < n_lines; i++)
+        expand_numbers(f, 64, codes + 64 * i, scales + step * i, y + 64 * i);
+#endif
+}
+
+static void quant_mx_expand(dpl_code format, size_t n_lines, const uint8_t *codes,
+                            const uint16_t *scales, size_t step, uint16_t *y) {
+    if (n_lines == 0) return;
+    if (format == DPL_E5M2) expand_as(DPL_E5M2, true, n_lines, codes, scales, step, y);
+    else if (step) expand_as(DPL_E4M3, true, n_lines, codes, scales, step, y);
+    else expand_as(DPL_E4M3, false, n_lines, codes, scales, step, y);
+}
+
 /* ---- NVFP4 ----------------------------------------------------------------------------------- */
 #if defined(__AVX512F__)
 #define MADD(a, b, c)       ((reg)_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c)))
@@ -444,7 +552,7 @@ INLINE reg_u32 random_codes(reg x, const uint16_t *bits) {
     const reg steps = (reg)a * 2.0f + __builtin_convertvector((reg_i32)random, reg) * 0x1p-16f;
     const reg_u32 small = (reg_u32) __builtin_convertvector(steps, reg_i32);
     const reg_u32 sign = (reg_u32)x >> 28 & 0x8;
-    return either(below(a, (reg_u32){0} + bits_of(1.0f)), small, normal) | sign;
+    return where_below(a, (reg_u32){0} + bits_of(1.0f), small, normal) | sign;
 }
 
 // Bytes of two codes each.
@@ -457,16 +565,35 @@ INLINE void store_code_pairs(uint8_t *to, reg_u32 codes) {
 #endif
 }
 
-// Up to REG whole blocks that follow each other; random: of them, or NULL.
-INLINE void nv_run(dpl_dtype dtype, size_t n_blocks, const void *x, size_t at, float tensor_scale,
-                   const uint16_t *random, uint8_t *codes, uint8_t *scales) {
-    reg_u32 amax[REG];
-    for (size_t i = 0; i < REG; i++) {
-        amax[i] = (reg_u32){0};
-        for (size_t j = 0; i < n_blocks && j < 16; j += REG)
-            amax[i] = greatest(amax[i], magnitude(load_any(dtype, x, at + 16 * i + j)));
+// y / by, correctly rounded: what a first quotient leaves is exact. Far above the largest code the
+// first will do, infinities too. A zero keeps its sign.
+INLINE reg quotient(reg y, reg by, reg inverse) {
+    const reg q = y * inverse, exact = MADD(MINUS_PROD(q, by, y), inverse, q);
+    const reg_u32 absolute = where_below(magnitude(q), (reg_u32)all_lanes(8), (reg_u32)exact,
+                                         (reg_u32)q);
+    return (reg)((absolute & 0x7fffffff) | ((reg_u32)y & 0x80000000u));
+}
+
+INLINE reg_u32 maxima_16(dpl_dtype dtype, const void *x, size_t at) {
+    reg_u32 amax = {0};
+    for (size_t j = 0; j < 16; j += REG)
+        amax = greatest(amax, magnitude(load_any(dtype, x, at + j)));
+    return amax;
+}
+
+// Up to REG whole blocks that follow each other; with `by_chance`, random: bits of theirs.
+INLINE void nv_run(dpl_dtype dtype, bool by_chance, size_t n_blocks, const void *x, size_t at,
+                   float tensor_scale, const uint16_t *random, uint8_t *codes, uint8_t *scales) {
+    reg_u32 amax[REG], most;
+    if (n_blocks == REG) {
+        UNROLL for (size_t i = 0; i < REG; i++) amax[i] = maxima_16(dtype, x, at + 16 * i);
+        most = maxima_across(amax);
+    } else {
+        for (size_t i = 0; i < REG; i++)
+            amax[i] = i < n_blocks ? maxima_16(dtype, x, at + 16 * i) : (reg_u32){0};
+        most = maxima_across(amax);
     }
-    const reg wanted = (reg)maxima_across(amax) / 6.0f * tensor_scale;
+    const reg wanted = (reg)most / 6.0f * tensor_scale;
     const reg_u32 nan = (reg_u32)(wanted != wanted);
     const reg_u32 byte = either(nan, (reg_u32){0} + 0x7f, codes_of(DPL_E4M3, wanted));
     const reg scale = numbers_of(DPL_E4M3, byte);
@@ -476,41 +603,32 @@ INLINE void nv_run(dpl_dtype dtype, size_t n_blocks, const void *x, size_t at, f
     store(by, scale);
     store(inverse, 1.0f / scale);
     memcpy(scales, bytes, n_blocks);
-    for (size_t i = 0; i < n_blocks; i++) {
-        if (bytes[i] == 0 || bytes[i] == 0x7f) {
-            memset(codes + 8 * i, bytes[i] ? 0x77 : 0, 8);
-            continue;
-        }
-        for (size_t j = 0; j < 16; j += REG) {
-            const reg y = load_any(dtype, x, at + 16 * i + j) * tensor_scale;
-            // The quotient, correctly rounded: what a first one leaves is exact. Far above the
-            // largest code the first will do, infinities too. A zero keeps its sign.
-            const reg q = y * inverse[i], d = (reg){0} + by[i];
-            const reg exact = MADD(MINUS_PROD(q, d, y), (reg){0} + inverse[i], q);
-            const reg_u32 usual = below(magnitude(q), (reg_u32){0} + bits_of(8.0f));
-            const reg z = (reg)either(usual & 0x7fffffff, (reg_u32)exact, (reg_u32)q);
-            store_code_pairs(codes + 8 * i + j / 2,
-                             random ? random_codes(z, random + 16 * i + j) : codes_of(DPL_E2M1, z));
-        }
+    UNROLL_4 for (size_t i = 0; i < n_blocks; i++) for (size_t j = 0; j < 16; j += REG) {
+        const reg y = load_any(dtype, x, at + 16 * i + j) * all_lanes(tensor_scale);
+        const reg z = quotient(y, all_lanes(by[i]), all_lanes(inverse[i]));
+        store_code_pairs(codes + 8 * i + j / 2,
+                         by_chance ? random_codes(z, random + 16 * i + j) : codes_of(DPL_E2M1, z));
     }
+    for (size_t i = 0; i < n_blocks; i++)
+        if (bytes[i] == 0 || bytes[i] == 0x7f) memset(codes + 8 * i, bytes[i] ? 0x77 : 0, 8);
 }
 
-INLINE void nv_row(dpl_dtype dtype, const dpl_nv_rows *b, size_t r) {
-    uint16_t bits[DPL_MAX(16 * REG, 128)], *random = b->seed_stream ? bits : NULL;
+INLINE void nv_row(dpl_dtype dtype, bool by_chance, const dpl_nv_rows *b, size_t r) {
+    uint16_t random[DPL_MAX(16 * REG, 128)];
     uint8_t *codes = b->codes + r * b->ld_codes, *scales = b->scales + r * b->ld_scales;
     const size_t whole = b->n / 16, rest = b->n % 16, size = dpl_dtype_bytes(dtype);
     for (size_t i = 0; i < dpl_div_up(b->n, 16); i += REG) {
         const size_t n_blocks = DPL_MIN(DPL_MAX(whole, i) - i, (size_t)REG);
-        for (size_t j = 0; random && j < 16 * REG; j += 128)
-            random_bits(b->seed_stream, b->first + r * b->ld_random + 16 * i + j, bits + j);
-        nv_run(dtype, n_blocks, b->x, r * b->ld + 16 * i, b->tensor_scale[r], random, codes + 8 * i,
-               scales + i);
+        for (size_t j = 0; by_chance && j < 16 * REG; j += 128)
+            random_bits(b->seed_stream, b->first + r * b->ld_random + 16 * i + j, random + j);
+        nv_run(dtype, by_chance, n_blocks, b->x, r * b->ld + 16 * i, b->tensor_scale[r], random,
+               codes + 8 * i, scales + i);
         if (n_blocks == REG || rest == 0) continue;
         float last[16] = {0}; // of either type
         uint8_t last_codes[8];
         memcpy(last, (const uint8_t *)b->x + (r * b->ld + 16 * whole) * size, rest * size);
-        nv_run(dtype, 1, last, 0, b->tensor_scale[r], random ? random + 16 * n_blocks : NULL,
-               last_codes, scales + whole);
+        nv_run(dtype, by_chance, 1, last, 0, b->tensor_scale[r], random + 16 * n_blocks, last_codes,
+               scales + whole);
         memcpy(codes + 8 * whole, last_codes, dpl_div_up(rest, 2));
     }
 }
@@ -535,9 +653,12 @@ static float quant_amax(dpl_dtype dtype, const void *x, size_t n) {
 
 static void quant_nv_rows(const dpl_nv_rows *b) {
     for (size_t r = 0; r < b->m; r++)
-        if (b->dtype == DPL_F32) nv_row(DPL_F32, b, r);
-        else nv_row(DPL_BF16, b, r);
+        if (b->seed_stream && b->dtype == DPL_F32) nv_row(DPL_F32, true, b, r);
+        else if (b->seed_stream) nv_row(DPL_BF16, true, b, r);
+        else if (b->dtype == DPL_F32) nv_row(DPL_F32, false, b, r);
+        else nv_row(DPL_BF16, false, b, r);
 }
 
-#define QUANT_KERNELS \
-    quant_encode, quant_decode, quant_mx_rows, quant_mx_columns, quant_amax, quant_nv_rows
+#define QUANT_KERNELS                                                                         \
+    quant_encode, quant_decode, quant_mx_rows, quant_mx_columns, quant_mx_expand, quant_amax, \
+        quant_nv_rows

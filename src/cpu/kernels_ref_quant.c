@@ -47,6 +47,14 @@ static void mx_columns(const dpl_mx_block *b) {
         quantize_block(b, c, c, b->m, b->ld, b->ld_codes, b->scales + c);
 }
 
+static void mx_expand(dpl_code format, size_t n_lines, const uint8_t *codes, const uint16_t *scales,
+                      size_t step, uint16_t *y) {
+    for (size_t i = 0; i < n_lines; i++, scales += step)
+        for (size_t j = 0; j < 64; j++)
+            *y++ = dpl_f32_to_bf16(dpl_code_to_f32(format, *codes++) *
+                                   dpl_e8m0_to_f32((uint8_t)scales[j]));
+}
+
 static float amax_of(dpl_dtype dtype, const void *x, size_t n) {
     float amax = 0;
     for (size_t i = 0; i < n; i++) amax = larger(amax, element(dtype, x, i));
@@ -80,5 +88,6 @@ static void nv_rows(const dpl_nv_rows *b) {
 }
 
 void dpl_kernels_ref_quant(dpl_kernels *k) {
-    k->quant = (dpl_quant_kernels){encode, decode, mx_rows, mx_columns, amax_of, nv_rows};
+    k->quant = (dpl_quant_kernels){encode,    decode,  mx_rows, mx_columns,
+                                   mx_expand, amax_of, nv_rows};
 }
