@@ -49,7 +49,7 @@ static void set_offsets(const experts_bench *b, size_t skew, int64_t *offsets) {
 }
 
 static bool make_weight(dpl_weight *w, dpl_dtype dtype, size_t n_experts, size_t n, size_t k) {
-    *w = (dpl_weight){NULL, dtype, n_experts, n, k, NULL, NULL};
+    *w = (dpl_weight){NULL, dtype, n_experts, n, k, NULL, NULL, NULL};
     w->p = dpl_bench_numbers(weight_elems(w), dtype);
     w->grad = dpl_alloc_array(weight_elems(w), sizeof(float));
     return w->p && w->grad;

@@ -168,6 +168,8 @@ int dpl_bench_run_machine(dpl_bench_args *args) {
 /* ---- gemm ------------------------------------------------------------------------------------ */
 
 static const char *const op_names[] = {"forward", "dgrad", "wgrad"};
+static const char *const operands[] = {"f32", "bf16", "mxfp8", NULL}; // the first two: dpl_dtype
+enum { MXFP8 = 2 };
 static const char *const precisions[] = {"default", "bf16_x6", "bf16_x3", NULL};
 
 typedef struct gemm_bench {
@@ -175,39 +177,87 @@ typedef struct gemm_bench {
     int op; // index of op_names
     size_t n_experts, rows, n, k;
     dpl_dtype dtype;
+    size_t operand;        // index of operands
     const char *precision; // of fp32 products
     dpl_mat x, y;
     dpl_weight w;
+    dpl_mx_weight mx;
+    bool plain; // the products of bf16 that those of MXFP8 are compared with
     dpl_groups groups;
     float *dw;
 } gemm_bench;
 
 static void run_op(void *arg) {
     const gemm_bench *b = arg;
-    if (b->op == 0) dpl_gemm_forward(b->ctx, b->x, &b->w, b->groups, b->y);
-    if (b->op == 1) dpl_gemm_dgrad(b->ctx, b->y, &b->w, b->groups, b->x, false);
-    if (b->op == 2)
-        dpl_gemm_wgrad(b->ctx, b->y, b->x, (dpl_row_map){0}, b->groups, b->n, b->k, b->dtype, true,
-                       b->dw);
+    dpl_weight w = b->w;
+    if (b->operand == MXFP8 && !b->plain) w.mx = &b->mx;
+    w.grad = b->dw;
+    if (b->op == 0) dpl_gemm_forward(b->ctx, b->x, &w, b->groups, b->y);
+    if (b->op == 1) dpl_gemm_dgrad(b->ctx, b->y, &w, b->groups, b->x, false);
+    if (b->op == 2) dpl_weight_grad(b->ctx, b->y, b->x, (dpl_row_map){0}, b->groups, &w);
     dpl_ctx_wait(b->ctx);
 }
 
-static dpl_status report(const gemm_bench *b, const dpl_bench_limits *limits, double seconds,
-                         bool json) {
+// Both take turns; `plain` only where operands are MXFP8.
+static void measure(gemm_bench *b, size_t runs, double *seconds_out, double *plain_out) {
+    double seconds[2][DPL_BENCH_RUNS_MAX];
+    const int ways = b->operand == MXFP8 ? 2 : 1;
+    runs = DPL_MIN(DPL_MAX(runs, (size_t)1), (size_t)DPL_BENCH_RUNS_MAX);
+    for (size_t i = 0; i <= runs; i++) // the first ones warm up
+        for (int plain = 0; plain < ways; plain++) {
+            b->plain = plain;
+            const double start = dpl_now();
+            run_op(b);
+            seconds[plain][i ? i - 1 : 0] = dpl_now() - start;
+        }
+    *seconds_out = dpl_bench_middle(seconds[0], runs);
+    *plain_out = ways > 1 ? dpl_bench_middle(seconds[1], runs) : 0;
+}
+
+static dpl_status report(gemm_bench *b, const dpl_bench_limits *limits, size_t runs, bool json) {
+    double seconds, plain_s;
+    measure(b, runs, &seconds, &plain_s);
     const double rows = (double)(b->n_experts * b->rows);
     const double n = (double)b->n, k = (double)b->k, weights = (double)b->n_experts * n * k;
     const double elem = (double)dpl_dtype_bytes(b->dtype);
+    const double weight = weights * (b->operand == MXFP8 ? 1 + 1.0 / DPL_MX_BLOCK : elem);
     const dpl_bench_work work = {.dtype = b->dtype,
                                  .flops = 2 * rows * n * k,
-                                 .read_bytes = elem * (rows * (n + k) + (b->op < 2 ? weights : 0)),
+                                 .read_bytes = elem * rows * (n + k) + (b->op < 2 ? weight : 0),
                                  .rw_bytes = b->op < 2 ? 0 : 8 * weights};
     json_t *row = json_pack("{ss ss ss sI sI sI sI si ss}", "bench", "gemm", "op", op_names[b->op],
-                            "dtype", dpl_bench_dtypes[b->dtype], "experts",
-                            (json_int_t)b->n_experts, "rows", (json_int_t)b->rows, "k",
-                            (json_int_t)b->k, "n", (json_int_t)b->n, "threads",
-                            dpl_ctx_threads(b->ctx), "kernel", dpl_bench_kernel(b->ctx, b->dtype));
+                            "dtype", operands[b->operand], "experts", (json_int_t)b->n_experts,
+                            "rows", (json_int_t)b->rows, "k", (json_int_t)b->k, "n",
+                            (json_int_t)b->n, "threads", dpl_ctx_threads(b->ctx), "kernel",
+                            dpl_bench_kernel(b->ctx, b->dtype));
     if (b->ctx->f32_parts) json_object_set_new(row, "precision", json_string(b->precision));
+    if (plain_s > 0) {
+        json_object_set_new(row, "bf16_us", json_real(plain_s * 1e6));
+        json_object_set_new(row, "over_bf16", json_real(plain_s / seconds));
+    }
     return dpl_bench_report(row, &work, limits, seconds, json);
+}
+
+// One expert's weight for all.
+static dpl_status make_mx(gemm_bench *b) {
+    size_t bytes[3];
+    float *panels = dpl_bench_numbers(dpl_panel_elems(b->n, b->k), DPL_F32);
+    dpl_mx_weight_bytes(1, b->n, b->k, bytes);
+    for (int way = 0; way < 2; way++) {
+        b->mx.codes[way] = dpl_alloc_array(b->n_experts, bytes[0]);
+        b->mx.scales[way] = dpl_alloc_array(b->n_experts, bytes[1 + way]);
+        if (!b->mx.codes[way] || !b->mx.scales[way] || !panels)
+            return dpl_fail(DPL_ENOMEM, "bench gemm: no memory for the operands");
+    }
+    for (size_t g = 0; g < b->n_experts; g++) {
+        dpl_mx_weight own = b->mx;
+        for (int way = 0; way < 2; way++)
+            own.codes[way] += g * bytes[0], own.scales[way] += g * bytes[1 + way];
+        dpl_mx_weight_pack(b->ctx, panels, 1, b->n, b->k, &own);
+    }
+    dpl_ctx_wait(b->ctx);
+    dpl_free(panels);
+    return DPL_OK;
 }
 
 // Operands for all three operations, sized by the caller's n_experts, rows, n and k.
@@ -217,8 +267,14 @@ static dpl_status make_operands(gemm_bench *b, int64_t **offsets_out) {
     int64_t *offsets = dpl_alloc_array(b->n_experts + 1, sizeof *offsets);
     b->x = (dpl_mat){dpl_bench_numbers(n_rows * b->k, b->dtype), b->k, b->dtype};
     b->y = (dpl_mat){dpl_bench_numbers(n_rows * b->n, b->dtype), b->n, b->dtype};
-    b->w = (dpl_weight){
-        dpl_bench_numbers(n_weights, b->dtype), b->dtype, b->n_experts, b->n, b->k, NULL, NULL};
+    b->w = (dpl_weight){dpl_bench_numbers(n_weights, b->dtype),
+                        b->dtype,
+                        b->n_experts,
+                        b->n,
+                        b->k,
+                        NULL,
+                        NULL,
+                        NULL};
     b->dw = dpl_alloc_array(n_weights, sizeof *b->dw);
     *offsets_out = offsets;
     if (!offsets || !b->x.p || !b->y.p || !b->w.p || !b->dw)
@@ -238,7 +294,8 @@ int dpl_bench_run_gemm(dpl_bench_args *args) {
     const int threads = (int)dpl_bench_size(args, "threads", 0);
     const size_t runs = dpl_bench_size(args, "runs", 9);
     b.precision = precisions[dpl_bench_choice(args, "precision", precisions)];
-    b.dtype = (dpl_dtype)dpl_bench_choice(args, "dtype", dpl_bench_dtypes);
+    b.operand = dpl_bench_choice(args, "dtype", operands);
+    b.dtype = b.operand == MXFP8 ? DPL_BF16 : (dpl_dtype)b.operand;
     if (!dpl_bench_args_done(args)) return 2;
     if (!b.n_experts || !b.n || !b.k) {
         fputs("bench gemm: expected sizes above 0\n", stderr);
@@ -250,10 +307,12 @@ int dpl_bench_run_gemm(dpl_bench_args *args) {
     if (status == DPL_OK) status = dpl_ctx_set_precision(b.ctx, b.precision);
     if (status == DPL_OK) status = dpl_bench_machine(b.ctx, (size_t)512 << 20, &limits);
     if (status == DPL_OK) status = make_operands(&b, &offsets);
+    if (status == DPL_OK && b.operand == MXFP8) status = make_mx(&b);
     for (b.op = 0; status == DPL_OK && b.op < (int)DPL_COUNT(op_names); ++b.op) {
         if (op && op != b.op + 1) continue;
-        status = report(&b, &limits, dpl_bench_median(runs, run_op, &b), args->json);
+        status = report(&b, &limits, runs, args->json);
     }
+    for (int way = 0; way < 2; way++) dpl_free(b.mx.codes[way]), dpl_free(b.mx.scales[way]);
     dpl_free(b.x.p), dpl_free(b.y.p), dpl_free((void *)(uintptr_t)b.w.p);
     dpl_free(b.dw), dpl_free(offsets);
     if (status != DPL_OK) return failed(b.ctx);

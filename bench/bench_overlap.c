@@ -64,6 +64,7 @@ static dpl_weight weight(rank_bench *r, uint64_t stream, dpl_dtype dtype, size_t
                         n,
                         k,
                         get(r, elems * sizeof(float)),
+                        NULL,
                         NULL};
 }
 

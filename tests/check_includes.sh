@@ -9,7 +9,7 @@ cd "${1:-$(dirname "$0")/..}"
 max_function_lines=90
 max_kernel_lines=150 # Kernels are long because they are unrolled, not because they decide much.
 max_line=100
-max_total_lines=20000 # a newcomer is to be able to read it all
+max_total_lines=23000 # a newcomer is to be able to read it all
 
 declare -A may_include=(
     [base]="base"

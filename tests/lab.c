@@ -34,7 +34,7 @@ static dpl_weight make_weight(const lab *l, size_t groups, size_t n, size_t k, b
     const dpl_dtype dtype = router ? DPL_F32 : l->rule.dtype;
     const size_t elems = groups * dpl_panel_elems(n, k);
     return (dpl_weight){get(elems, dpl_dtype_bytes(dtype)), dtype, groups, n, k,
-                        get(elems, sizeof(float)),          NULL};
+                        get(elems, sizeof(float)),          NULL,  NULL};
 }
 
 // The packed tensor that holds a row-major one, and the place of element i in it.

@@ -1034,7 +1034,7 @@ static void gradients_of_far_rows_are_right(void **state) {
     const dpl_mat fx = far_mat(DPL_F32), fdy = far_mat(DPL_F32), fdx = far_mat(DPL_F32);
     float *w = random_floats(ELEMS, 4);
     float *dw[2] = {dpl_alloc_array(ELEMS, 4), dpl_alloc_array(ELEMS, 4)};
-    const dpl_weight weight = {w, DPL_F32, 1, D, D, NULL, NULL};
+    const dpl_weight weight = {w, DPL_F32, 1, D, D, NULL, NULL, NULL};
     const dpl_groups rows = dpl_one_group(FAR_ROWS);
     far_fill(fx, x, D);
     far_fill(fdy, dy, D);

@@ -117,6 +117,7 @@ static problem make_problem(size_t n_groups, const int *sizes, size_t n, size_t 
                        n,
                        k,
                        NULL,
+                       NULL,
                        NULL};
     return p;
 }
@@ -457,7 +458,7 @@ static void test_rows_are_independent(void **state) {
                 const size_t g = row < 300 ? 0 : row < 302 ? 1 : 2;
                 const size_t w_bytes = dpl_panel_elems(p.n, p.k) * dpl_dtype_bytes(p.weight);
                 const dpl_weight w = {
-                    (const uint8_t *)p.w.p + g * w_bytes, p.weight, 1, p.n, p.k, NULL, NULL};
+                    (const uint8_t *)p.w.p + g * w_bytes, p.weight, 1, p.n, p.k, NULL, NULL, NULL};
                 dpl_gemm_forward(ctx, dpl_mat_at(p.x, row, 0), &w, dpl_one_group(1),
                                  dpl_mat_at(alone.y, row, 0));
                 dpl_gemm_dgrad(ctx, dpl_mat_at(p.dy, row, 0), &w, dpl_one_group(1),
@@ -768,8 +769,8 @@ static void test_last_expert_of_a_large_weight(void **state) {
     for (size_t i = 0; i < elems; i += 7) last[i] = (float)(i % 1000) / 1000 - 0.4f;
     const dpl_mat x = random_mat(1, K, 0, DPL_F32), dy = random_mat(1, N, 0, DPL_F32);
     float y[2][N], *dx = poisoned(2 * K * sizeof *dx);
-    const dpl_weight all = {w, DPL_F32, E, N, K, NULL, NULL},
-                     one = {last, DPL_F32, 1, N, K, NULL, NULL};
+    const dpl_weight all = {w, DPL_F32, E, N, K, NULL, NULL, NULL},
+                     one = {last, DPL_F32, 1, N, K, NULL, NULL, NULL};
     const dpl_groups groups = {E, 1, offsets};
     dpl_gemm_forward(ctx, x, &all, groups, dpl_mat_f32(y[0], N));
     dpl_gemm_forward(ctx, x, &one, dpl_one_group(1), dpl_mat_f32(y[1], N));
@@ -808,8 +809,14 @@ static void check_map(dpl_ctx *ctx, dpl_dtype x_dtype, dpl_dtype operand, size_t
     float *panels = dpl_alloc_array(elems, sizeof *panels);
     uint16_t *halves = dpl_alloc_array(elems, sizeof *halves);
     for (size_t i = 0; i < elems; ++i) halves[i] = dpl_f32_to_bf16(panels[i] = draw());
-    const dpl_weight w = {
-        operand == DPL_F32 ? (void *)panels : (void *)halves, operand, GROUPS, n, k, NULL, NULL};
+    const dpl_weight w = {operand == DPL_F32 ? (void *)panels : (void *)halves,
+                          operand,
+                          GROUPS,
+                          n,
+                          k,
+                          NULL,
+                          NULL,
+                          NULL};
     dpl_mat gate_up[2], hidden[2];
     float *dw[2];
     for (int i = 0; i < 2; ++i) {

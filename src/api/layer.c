@@ -63,12 +63,13 @@ dpl_status dpl_layer_open(const dpl_layer_config *config, dpl_ctx *ctx, dpl_laye
     if (!layer) return dpl_fail(DPL_ENOMEM, "no memory for a layer");
     layer->ctx = ctx;
     layer->shape = (dpl_moe_shape){d, f, sf, config->rule, dtype};
-    layer->weight[ROUTER] = (dpl_weight){NULL, DPL_F32, 1, e, d, NULL, NULL};
-    layer->weight[GATE_UP] = (dpl_weight){NULL, dtype, e, dpl_gate_up_width(f), d, NULL, NULL};
-    layer->weight[DOWN] = (dpl_weight){NULL, dtype, e, d, f, NULL, NULL};
+    layer->weight[ROUTER] = (dpl_weight){NULL, DPL_F32, 1, e, d, NULL, NULL, NULL};
+    layer->weight[GATE_UP] = (dpl_weight){NULL, dtype, e,    dpl_gate_up_width(f),
+                                          d,    NULL,  NULL, NULL};
+    layer->weight[DOWN] = (dpl_weight){NULL, dtype, e, d, f, NULL, NULL, NULL};
     layer->weight[SHARED_GATE_UP] = (dpl_weight){NULL, dtype, n_shared, dpl_gate_up_width(sf),
-                                                 d,    NULL,  NULL};
-    layer->weight[SHARED_DOWN] = (dpl_weight){NULL, dtype, n_shared, d, sf, NULL, NULL};
+                                                 d,    NULL,  NULL,     NULL};
+    layer->weight[SHARED_DOWN] = (dpl_weight){NULL, dtype, n_shared, d, sf, NULL, NULL, NULL};
     dpl_status status = dpl_ep_ranks_open(ctx, NULL, e, NULL, 0, 0, DPL_OK, &layer->ranks);
     if (status == DPL_OK) status = alloc_weights(layer);
     if (status == DPL_OK) *layer_out = layer;

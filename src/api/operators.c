@@ -150,7 +150,7 @@ static dpl_status run(dpl_ctx *ctx, const dpl_gemm_grouped *g, product which, co
             if (g->weights == DPL_BF16) panels += dpl_panel_elems(g->n, g->k);
             dpl_pack_rows(ctx, rows, g->n, g->k, g->weights, ws, panels);
         }
-        const dpl_weight weight = {panels, g->weights, packed ? g->n_groups : 1, g->n, g->k,
+        const dpl_weight weight = {panels, g->weights, packed ? g->n_groups : 1, g->n, g->k, NULL,
                                    NULL,   NULL};
         if (which == FORWARD) dpl_gemm_forward(ctx, x_i, &weight, groups, y_i);
         if (which == DGRAD) dpl_gemm_dgrad(ctx, y_i, &weight, groups, x_i, false);

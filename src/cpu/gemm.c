@@ -6,6 +6,7 @@
 // until they are complete. A flat list of such blocks over all groups is split by cost, so that one
 // hot expert keeps all threads busy and many small ones cost little more than reading their
 // weights.
+#include "cpu/quant.h"
 #include "cpu/row_io.h"
 
 #define LINE       64 // bytes that one fetch brings
@@ -42,6 +43,8 @@ typedef struct gemm_args {
     dpl_mat left, right, out;  // forward: x, w, y; dgrad: dy, w, dx; wgrad: x, dy, dw
     const dpl_gemm_kernels *g; // of the operands' class
     size_t n_parts;            // of each operand: more than 1 for fp32 made of bf16
+    bool mx;                   // operands are those of this:
+    dpl_mx_weight mx_weight;
     gemm_swiglu swiglu;
     dpl_row_map map; // of the rows of x on the left
     dpl_groups groups;
@@ -56,6 +59,7 @@ typedef struct gemm_block {
     const gemm_args *a;
     const dpl_gemm_kernels *g;
     const dpl_row_kernels *k;
+    const dpl_quant_kernels *q;
     size_t row, n_rows; // of the group
     size_t weight_row;  // its first row of 32 in a weight or weight gradient
     size_t k_rows;      // rows of a panel there
@@ -67,7 +71,8 @@ typedef struct gemm_block {
     float *c;                     // sums of the first panel (m, 32)
     size_t c_panel;               // floats to those of the next: 0, it takes their place
     uint8_t *gathered;            // with a map: rows of x
-    unsigned entered;             // what this thread was before products
+    uint16_t *rounded, *rounded_right; // with mx: what is packed of either operand
+    unsigned entered;                  // what this thread was before products
 } gemm_block;
 
 /* ---- cutting into tasks ---------------------------------------------------------------------- */
@@ -79,7 +84,7 @@ static gemm_block whole_group(const gemm_args *a, size_t g) {
         b.row = (size_t)offsets[g];
         b.n_rows = (size_t)offsets[g + 1] - b.row;
     }
-    b.k_rows = dpl_panel_depth(a->k);
+    b.k_rows = a->mx && a->op != WGRAD ? dpl_mx_depth(a->k) : dpl_panel_depth(a->k);
     b.weight_row = g * dpl_div_up(a->n, DPL_PANEL) * b.k_rows;
     b.m = a->op == WGRAD ? a->k : b.n_rows;
     b.depth = a->op == FORWARD ? a->k : a->op == DGRAD ? a->n : b.n_rows;
@@ -229,18 +234,49 @@ static dpl_mat gather_left(const gemm_block *b, size_t first, size_t m, size_t l
     return dpl_mat_at((dpl_mat){b->gathered, n, b->a->left.dtype}, 0, wgrad ? first : 0);
 }
 
+// As left_at, rounded to MXFP8: in forward and dgrad a chunk of one tile's rows; in wgrad a chunk
+// of all columns of the block, for all its tiles.
+static dpl_mat round_left(const gemm_block *b, dpl_mat x, size_t first, size_t m, size_t depth) {
+    const bool wgrad = b->a->op == WGRAD;
+    const dpl_mx_rule rule = b->a->mx_weight.rule;
+    const dpl_code format = b->a->op == DGRAD ? rule.grad_format : rule.format;
+    const size_t n = wgrad ? b->m : depth, width = dpl_mx_width(n);
+    const dpl_mx_slab slab = {format, rule.scale, x, wgrad ? depth : m, n};
+    if (!wgrad) dpl_mx_round_rows(b->q, &slab, b->rounded);
+    else if (first == 0) dpl_mx_round_columns(b->q, &slab, b->rounded);
+    return dpl_mat_at((dpl_mat){b->rounded, width, DPL_BF16}, 0, wgrad ? first : 0);
+}
+
 static void pack_left(const gemm_block *b, size_t first, size_t m, size_t l, size_t depth) {
-    const dpl_mat x = b->a->map.slot ? gather_left(b, first, m, l, depth) : left_at(b, first, l);
+    dpl_mat x = b->a->map.slot ? gather_left(b, first, m, l, depth) : left_at(b, first, l);
+    if (b->a->mx) x = round_left(b, x, first, m, depth);
     uint8_t *to = packed_left(b, first, l, depth);
     const dpl_gemm_packer pack = b->a->op == WGRAD ? b->g->left_cols : b->g->left_rows;
     for (size_t part = 0; part < parts_of(b->a, x); part++, to += b->part_a)
         pack(load_of(x.dtype, part), m, depth, x.p, x.ld, m, to);
 }
 
+// 32 columns of a weight's panel, or of a gradient in wgrad, as BF16 has them; in scratch.
+static dpl_mat round_right(const gemm_block *b, size_t p, size_t l, size_t depth) {
+    const gemm_args *a = b->a;
+    const dpl_mx_rule rule = a->mx_weight.rule;
+    if (a->op == WGRAD) {
+        const dpl_mx_slab slab = {rule.grad_format, rule.scale, right_at(b, p, l), depth,
+                                  panel_cols(b, p)};
+        dpl_mx_round_columns(b->q, &slab, b->rounded_right);
+        return (dpl_mat){b->rounded_right, dpl_mx_width(slab.n), DPL_BF16};
+    }
+    const size_t panel = b->weight_row / b->k_rows + l / DPL_PANEL;
+    dpl_mx_expand_panel(b->q, &a->mx_weight, DPL_MX_DGRAD, a->k, panel, p * DPL_PANEL, DPL_PANEL,
+                        b->rounded_right);
+    return (dpl_mat){b->rounded_right, DPL_PANEL, DPL_BF16};
+}
+
 static void pack_right(const gemm_block *b, size_t p, size_t l0, size_t depth, size_t part) {
     const gemm_args *a = b->a;
     const size_t n = panel_cols(b, p);
-    const dpl_mat from = right_at(b, p, l0);
+    dpl_mat from = right_at(b, p, l0);
+    if (a->mx && a->op == WGRAD) from = round_right(b, p, l0, depth);
     const dpl_gemm_load load = load_of(from.dtype, part);
     uint8_t *to = b->packed_b + part * b->part_b;
     if (a->op != DGRAD) {
@@ -249,17 +285,25 @@ static void pack_right(const gemm_block *b, size_t p, size_t l0, size_t depth, s
         return;
     }
     // 32 rows of each panel of n: the padding of the last one is there to be read.
-    const dpl_gemm_packer pack = from.dtype == DPL_BF16 ? b->g->right_pairs : b->g->right_rows;
-    const size_t piece_bytes = n * DPL_PANEL * dpl_dtype_bytes(from.dtype);
+    const bool pairs = from.dtype == DPL_BF16 || a->mx;
+    const dpl_gemm_packer pack = pairs ? b->g->right_pairs : b->g->right_rows;
+    const size_t piece_bytes = n * from.ld * dpl_dtype_bytes(from.dtype);
     for (size_t l = 0; l < depth; l += DPL_PANEL, to += DPL_PANEL * DPL_PANEL * b->g->right_bytes) {
         if (l + DPL_PANEL < depth) fetch_bytes(right_at(b, p, l0 + l + DPL_PANEL).p, piece_bytes);
-        pack(load, n, DPL_PANEL, right_at(b, p, l0 + l).p, DPL_PANEL, DPL_PANEL, to);
+        const dpl_mat piece = a->mx ? round_right(b, p, l0 + l, depth) : right_at(b, p, l0 + l);
+        pack(a->mx ? DPL_LOAD_BF16 : load, n, DPL_PANEL, piece.p, DPL_PANEL, DPL_PANEL, to);
     }
 }
 
 // The right operand (depth, 32) of panel p from contraction index l0 on: weights of this class are
 // used in place.
 static const uint8_t *right_panel(const gemm_block *b, size_t p, size_t l0, size_t depth) {
+    if (b->a->op == FORWARD && b->a->mx) {
+        const size_t panel = b->weight_row / b->k_rows + p;
+        dpl_mx_expand_panel(b->q, &b->a->mx_weight, DPL_MX_FORWARD, b->a->k, panel, l0, depth,
+                            (uint16_t *)(void *)b->packed_b);
+        return b->packed_b;
+    }
     if (b->a->op == FORWARD && b->a->n_parts == 1) return right_at(b, p, l0).p;
     for (size_t part = 0; part < parts_of(b->a, b->a->right); part++)
         pack_right(b, p, l0, depth, part);
@@ -339,7 +383,7 @@ static dpl_gemm_ahead fetch_ahead(const gemm_block *b, size_t p, size_t l0, size
     if (!next_chunk(b, &p, &l0)) return fetch_nothing(b);
     const size_t l = l0 + i * DPL_MIN(b->chunk, b->depth - l0) / b->n_tiles;
     const dpl_mat w = right_at(b, p, l);
-    const size_t row_bytes = DPL_PANEL * dpl_dtype_bytes(w.dtype);
+    const size_t row_bytes = w.ld * dpl_dtype_bytes(w.dtype); // of 32 columns
     if (a->op == FORWARD && b->g->pages > 1)
         return fetch_pages(b, right_at(b, p, l0).p, DPL_MIN(b->chunk, b->depth - l0) * row_bytes,
                            depth, i);
@@ -473,6 +517,10 @@ static void lay_out(gemm_block *b, uint8_t *scratch) {
         b->c_panel = sums_wait(b, b->m) ? b->m * DPL_PANEL : 0;
         b->gathered = (uint8_t *)(b->c + DPL_MAX(b->n_panels * b->c_panel, b->m * DPL_PANEL));
     }
+    // Behind what is gathered: a chunk of a tile, or in wgrad of all columns of the block.
+    const size_t columns = b->a->op == WGRAD ? b->m : g->mr;
+    b->rounded = (uint16_t *)(void *)(b->gathered + columns * b->chunk * sizeof(float));
+    b->rounded_right = b->rounded + dpl_mx_width(columns) * dpl_mx_width(b->chunk);
 }
 
 static void run_task(const void *args, const dpl_part *part) {
@@ -482,6 +530,7 @@ static void run_task(const void *args, const dpl_part *part) {
     const size_t i = part->i - cut.first_task, i_m = i / cut.p_blocks, i_p = i % cut.p_blocks;
     gemm_block b = whole_group(a, g);
     b.k = part->k;
+    b.q = part->q;
     b.m0 = i_m * b.m / cut.m_blocks;
     b.m = (i_m + 1) * b.m / cut.m_blocks - b.m0;
     b.p0 = i_p * b.n_panels / cut.p_blocks;
@@ -554,8 +603,15 @@ static void submit_gemm(dpl_ctx *ctx, gemm_args a, dpl_dtype operand) {
 static gemm_args with_weight(gemm_op op, dpl_mat left, const dpl_weight *w, dpl_groups groups,
                              dpl_mat out) {
     const dpl_mat right = {(void *)(uintptr_t)w->p, DPL_PANEL, w->dtype};
-    return (gemm_args){
+    gemm_args a = {
         .op = op, .left = left, .right = right, .out = out, .groups = groups, .n = w->n, .k = w->k};
+    if (!w->mx) return a;
+    a.mx = true;
+    a.mx_weight = *w->mx;
+    // Where a piece of the codes lies is asked as if they were a matrix.
+    a.right = (dpl_mat){w->mx->codes[op == FORWARD ? DPL_MX_FORWARD : DPL_MX_DGRAD], DPL_PANEL / 2,
+                        DPL_BF16};
+    return a;
 }
 
 void dpl_gemm_forward(dpl_ctx *ctx, dpl_mat x, const dpl_weight *w, dpl_groups groups, dpl_mat y) {
@@ -599,6 +655,23 @@ void dpl_gemm_wgrad(dpl_ctx *ctx, dpl_mat dy, dpl_mat x, dpl_row_map map, dpl_gr
                             .k = k,
                             .accumulate = accumulate},
                 operand);
+}
+
+void dpl_gemm_mx_wgrad(dpl_ctx *ctx, dpl_mat dy, dpl_mat x, dpl_row_map map, dpl_groups groups,
+                       size_t n, size_t k, const dpl_mx_weight *mx, bool accumulate, float *dw) {
+    submit_gemm(ctx,
+                (gemm_args){.op = WGRAD,
+                            .left = x,
+                            .right = dy,
+                            .out = dpl_mat_f32(dw, DPL_PANEL),
+                            .mx = true,
+                            .mx_weight = *mx,
+                            .map = map,
+                            .groups = groups,
+                            .n = n,
+                            .k = k,
+                            .accumulate = accumulate},
+                DPL_BF16);
 }
 
 /* ---- panels ---------------------------------------------------------------------------------- */

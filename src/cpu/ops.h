@@ -36,12 +36,16 @@ static inline dpl_mat dpl_mat_at(dpl_mat m, size_t row, size_t col) {
 
 #define DPL_PANEL 32
 
+typedef struct dpl_mx_weight dpl_mx_weight; // quant.c
+
 typedef struct dpl_weight {
     const void *p;
     dpl_dtype dtype;
     size_t n_groups, n, k;
-    float *grad; // of the same shape, in F32; NULL: not wanted
-    bool *stale; // grad is of a step before: the next one replaces it; NULL: it adds
+    float *grad;             // of the same shape, in F32; NULL: not wanted
+    bool *stale;             // grad is of a step before: the next one replaces it; NULL: it adds
+    const dpl_mx_weight *mx; // products are those of MXFP8 operands: these codes, and activations
+                             // and gradients rounded as they are packed; dtype is BF16, p not used
 } dpl_weight;
 
 static inline size_t dpl_panel_depth(size_t k) {
@@ -110,11 +114,16 @@ void dpl_gemm_swiglu_backward(dpl_ctx *ctx, dpl_mat dy, const dpl_weight *w, dpl
 // operands first. The padding of an odd k is not written.
 void dpl_gemm_wgrad(dpl_ctx *ctx, dpl_mat dy, dpl_mat x, dpl_row_map map, dpl_groups groups,
                     size_t n, size_t k, dpl_dtype operand, bool accumulate, float *dw);
+// The same of both operands in MXFP8, in blocks of 32 rows of a group. mx: how; its codes are not
+// used.
+void dpl_gemm_mx_wgrad(dpl_ctx *ctx, dpl_mat dy, dpl_mat x, dpl_row_map map, dpl_groups groups,
+                       size_t n, size_t k, const dpl_mx_weight *mx, bool accumulate, float *dw);
 static inline void dpl_weight_grad(dpl_ctx *ctx, dpl_mat dy, dpl_mat x, dpl_row_map map,
                                    dpl_groups groups, const dpl_weight *w) {
     if (!w->grad) return;
     const bool accumulate = !w->stale || !*w->stale;
-    dpl_gemm_wgrad(ctx, dy, x, map, groups, w->n, w->k, w->dtype, accumulate, w->grad);
+    if (w->mx) dpl_gemm_mx_wgrad(ctx, dy, x, map, groups, w->n, w->k, w->mx, accumulate, w->grad);
+    else dpl_gemm_wgrad(ctx, dy, x, map, groups, w->n, w->k, w->dtype, accumulate, w->grad);
     if (w->stale) *w->stale = false;
 }
 // Row-major (n, k) F32 to the panels of one group (with zero padding), and back.
@@ -297,6 +306,33 @@ static inline size_t dpl_mx_column_blocks(size_t n_groups, size_t n_rows) {
 // (rows, n), scales (column_blocks(), n).
 void dpl_mx_quantize(dpl_ctx *ctx, dpl_mat x, dpl_groups groups, size_t n, dpl_code format,
                      dpl_scale_rule rule, dpl_mx by_row, dpl_mx by_column);
+
+// How the operands of products become MXFP8.
+typedef struct dpl_mx_rule {
+    dpl_code format, grad_format; // of activations and weights; of gradients of activations
+    dpl_scale_rule scale;
+} dpl_mx_rule;
+
+// A weight in MXFP8, twice, since its contraction is along k in forward and along n in dgrad. Codes
+// lie as BF16 weights do, [group][n / 32][k / 2][32][2], k rounded up to whole blocks, zeros after
+// its end. Scales: forward [group][n / 32][k / 32][32], dgrad [group][n / 32][k].
+enum { DPL_MX_FORWARD, DPL_MX_DGRAD };
+struct dpl_mx_weight {
+    dpl_mx_rule rule;
+    uint8_t *codes[2], *scales[2];
+};
+static inline size_t dpl_mx_depth(size_t k) {
+    return dpl_round_up(k, DPL_MX_BLOCK);
+}
+// Bytes of one of codes[], of scales[FORWARD] and of scales[DGRAD].
+static inline void dpl_mx_weight_bytes(size_t n_groups, size_t n, size_t k, size_t bytes_out[3]) {
+    const size_t elems = n_groups * dpl_round_up(n, DPL_PANEL) * dpl_mx_depth(k);
+    bytes_out[0] = elems;
+    bytes_out[1] = bytes_out[2] = elems / DPL_MX_BLOCK;
+}
+// From panels in F32.
+void dpl_mx_weight_pack(dpl_ctx *ctx, const float *panels, size_t n_groups, size_t n, size_t k,
+                        const dpl_mx_weight *w_out);
 
 // NVFP4: blocks of 16 along the rows, two codes a byte. The scale of the tensor is one for each row
 // here, so that a row's bits do not depend on others: tensor_scale (rows), scales (rows, ceil(n /

@@ -1,4 +1,5 @@
 // quant.c - quantization of matrices whose rows belong to groups.
+#include "cpu/quant.h"
 #include "cpu/row_io.h"
 
 #define TASK_COLUMNS ((size_t)1024) // a multiple of DPL_MX_BLOCK
@@ -75,6 +76,131 @@ void dpl_mx_quantize(dpl_ctx *ctx, dpl_mat x, dpl_groups groups, size_t n, dpl_c
     const mx_args a = {x, groups, n, dpl_div_up(n, TASK_COLUMNS), format, rule, by_row, by_column};
     if (groups.n == 0 || groups.n_rows == 0 || n == 0) return;
     DPL_SUBMIT(ctx, mx_quantize, a, {0});
+}
+
+/* ---- operands of products -------------------------------------------------------------------- */
+#define SLAB_WIDTH 512
+
+// Each scale `times` times, as mx_expand() wants them.
+static void repeat_scales(const uint8_t *scales, size_t n, size_t times, uint16_t *words) {
+    for (size_t i = 0; i < n; i++)
+        for (size_t j = 0; j < times; j++) words[i * times + j] = scales[i];
+}
+
+void dpl_mx_round_rows(const dpl_quant_kernels *q, const dpl_mx_slab *s, uint16_t *y) {
+    const size_t width = dpl_mx_width(s->n), blocks = width / DPL_MX_BLOCK;
+    uint8_t codes[SLAB_WIDTH] = {0}, scales[SLAB_WIDTH / DPL_MX_BLOCK] = {0};
+    uint16_t words[SLAB_WIDTH];
+    for (size_t r = 0; r < s->m; r++, y += width) {
+        const dpl_mx_block b = {.format = s->format,
+                                .rule = s->rule,
+                                .dtype = s->x.dtype,
+                                .m = 1,
+                                .n = s->n,
+                                .x = dpl_mat_row(s->x, r),
+                                .codes = codes,
+                                .scales = scales};
+        q->mx_rows(&b);
+        repeat_scales(scales, blocks, DPL_MX_BLOCK, words);
+        q->mx_expand(s->format, width / DPL_MX_LINE, codes, words, DPL_MX_LINE, y);
+    }
+}
+
+void dpl_mx_round_columns(const dpl_quant_kernels *q, const dpl_mx_slab *s, uint16_t *y) {
+    const size_t width = dpl_mx_width(s->n);
+    uint8_t codes[DPL_MX_BLOCK * SLAB_WIDTH], scales[SLAB_WIDTH] = {0};
+    uint16_t words[SLAB_WIDTH];
+    if (width > s->n) memset(codes, 0, DPL_MX_BLOCK * width);
+    for (size_t row = 0; row < s->m; row += DPL_MX_BLOCK) {
+        const dpl_mx_block b = {.format = s->format,
+                                .rule = s->rule,
+                                .dtype = s->x.dtype,
+                                .m = DPL_MIN(s->m - row, (size_t)DPL_MX_BLOCK),
+                                .n = s->n,
+                                .x = dpl_mat_row(s->x, row),
+                                .codes = codes,
+                                .scales = scales,
+                                .ld = s->x.ld,
+                                .ld_codes = width};
+        q->mx_columns(&b);
+        repeat_scales(scales, width, 1, words);
+        for (size_t r = 0; r < b.m; r++, y += width)
+            q->mx_expand(s->format, width / DPL_MX_LINE, codes + r * width, words, DPL_MX_LINE, y);
+    }
+}
+
+void dpl_mx_expand_panel(const dpl_quant_kernels *q, const dpl_mx_weight *w, int way, size_t k,
+                         size_t panel, size_t l, size_t depth, uint16_t *pairs) {
+    const size_t panel_depth = dpl_mx_depth(k), end = l + dpl_round_up(depth, DPL_MX_BLOCK);
+    const uint8_t *codes = w->codes[way] + panel * panel_depth * DPL_PANEL;
+    uint16_t words[DPL_MX_BLOCK / 2 * DPL_MX_LINE];
+    for (; l < end; l += DPL_MX_BLOCK, pairs += DPL_MX_BLOCK * DPL_PANEL) {
+        if (way == DPL_MX_FORWARD) {
+            const uint8_t *scales = w->scales[way] + panel * panel_depth + l;
+            repeat_scales(scales, DPL_PANEL, 2, words);
+        } else {
+            const uint8_t *scales = w->scales[way] + panel * panel_depth + l;
+            for (size_t i = 0; i < DPL_MX_BLOCK / 2; i++)
+                for (size_t j = 0; j < DPL_MX_LINE; j++)
+                    words[i * DPL_MX_LINE + j] = scales[2 * i + j % 2];
+        }
+        q->mx_expand(w->rule.format, DPL_MX_BLOCK / 2, codes + l * DPL_PANEL, words,
+                     way == DPL_MX_FORWARD ? 0 : DPL_MX_LINE, pairs);
+    }
+}
+
+typedef struct pack_args {
+    dpl_loop loop;
+    const float *panels;
+    size_t k;
+    dpl_mx_weight w;
+} pack_args;
+
+// A block of 32 x 32 of a panel, whose codes become pairs.
+static void pack_block(const pack_args *a, const dpl_quant_kernels *q, int way, const float *x,
+                       size_t m, size_t at, uint8_t *scales) {
+    uint8_t codes[DPL_MX_BLOCK * DPL_PANEL] = {0}, *to = a->w.codes[way] + at;
+    const dpl_mx_block b = {.format = a->w.rule.format,
+                            .rule = a->w.rule.scale,
+                            .dtype = DPL_F32,
+                            .m = m,
+                            .n = DPL_PANEL,
+                            .x = x,
+                            .codes = codes,
+                            .scales = scales,
+                            .ld = DPL_PANEL,
+                            .ld_codes = DPL_PANEL,
+                            .ld_scales = 1};
+    if (way == DPL_MX_FORWARD) q->mx_columns(&b);
+    else q->mx_rows(&b);
+    for (size_t i = 0; i < DPL_MX_BLOCK; i += 2)
+        for (size_t j = 0; j < DPL_PANEL; j++) {
+            *to++ = codes[i * DPL_PANEL + j];
+            *to++ = codes[(i + 1) * DPL_PANEL + j];
+        }
+}
+
+static void pack_panel(const void *args, const dpl_part *part) {
+    const pack_args *a = args;
+    const size_t depth = dpl_mx_depth(a->k), panel = part->i;
+    const float *x = a->panels + panel * dpl_panel_depth(a->k) * DPL_PANEL;
+    for (size_t l = 0; l < a->k; l += DPL_MX_BLOCK) {
+        const size_t m = DPL_MIN(a->k - l, (size_t)DPL_MX_BLOCK), at = panel * depth + l;
+        uint8_t *forward = a->w.scales[DPL_MX_FORWARD] + at,
+                *dgrad = a->w.scales[DPL_MX_DGRAD] + at;
+        pack_block(a, part->q, DPL_MX_FORWARD, x + l * DPL_PANEL, m, at * DPL_PANEL, forward);
+        memset(dgrad, 0, DPL_MX_BLOCK);
+        pack_block(a, part->q, DPL_MX_DGRAD, x + l * DPL_PANEL, m, at * DPL_PANEL, dgrad);
+    }
+}
+
+void dpl_mx_weight_pack(dpl_ctx *ctx, const float *panels, size_t n_groups, size_t n, size_t k,
+                        const dpl_mx_weight *w_out) {
+    const pack_args a = {{pack_panel, n_groups * dpl_div_up(n, DPL_PANEL), 1}, panels, k, *w_out};
+    size_t bytes[3];
+    dpl_mx_weight_bytes(n_groups, n, k, bytes);
+    DPL_SUBMIT(ctx, dpl_run_loop, a, {w_out->codes[0], bytes[0]}, {w_out->codes[1], bytes[0]},
+               {w_out->scales[0], bytes[1]}, {w_out->scales[1], bytes[2]});
 }
 
 /* ---- NVFP4 ----------------------------------------------------------------------------------- */

@@ -85,6 +85,7 @@ typedef struct dpl_param {
     size_t offset, elems;  // in the layout, padding included; offset a multiple of 64
     size_t disk;           // index of its first tensor on disk
     bool stale;            // of its gradient: see dpl_weight
+    dpl_mx_weight mx;      // what products use instead of bf16; codes[0] NULL: nothing
 } dpl_param;
 
 // The layout is one array of all parameters, cut into units: those of a layer, or those outside of
@@ -192,9 +193,18 @@ struct dpl_model {
     int64_t *counts;    // (layers incl. MTP, E): tokens per expert since the trainer cleared it
     float *cos, *sin;   // (n_positions, d_rope / 2), one block, grown on demand
     size_t n_positions;
-    dpl_probe_fn probe; // NULL: none
+    size_t mx_elems, mx_bytes; // parameters that products use in MXFP8, and that takes
+    dpl_probe_fn probe;        // NULL: none
     void *probe_arg;
 };
+
+/* ---- MXFP8 (quantize.c) ---- */
+// From now on products with the weights of attention and of dense layers and shared experts
+// (dense), or of experts, are in MXFP8; router, norms, embedding and head are not. Call before
+// values are there. The bf16 copy of such a weight is not written.
+dpl_status dpl_model_quantize(dpl_model *model, bool dense, bool experts, dpl_mx_rule rule);
+void dpl_model_requantize(const dpl_model *model, const dpl_param *param); // it has new values
+void dpl_model_unquantize(dpl_model *model);                               // frees
 
 dpl_status dpl_model_rope_tables(dpl_model *model, size_t n); // for positions below n
 // DPL_ENOMEM: a pass over so many tokens, forward and (train) backward, needs more than there is.

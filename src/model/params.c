@@ -57,8 +57,15 @@ static void add_param(dpl_model *m, int layer, const spec *r) {
     const size_t n = two ? dpl_gate_up_width(r->n) : r->n;
     const size_t n_groups = is_expert(r->id) ? dpl_ep_local_experts(&m->ranks) : r->n_groups;
     const size_t elems = n_groups * (r->kind <= DPL_GATE_UP ? dpl_panel_elems(n, r->k) : n * r->k);
-    *param = (dpl_param){r->id, r->kind,  layer, n_groups,  n,
-                         r->k,  p->elems, elems, m->n_disk, false};
+    *param = (dpl_param){.id = r->id,
+                         .kind = r->kind,
+                         .layer = layer,
+                         .n_groups = n_groups,
+                         .n = n,
+                         .k = r->k,
+                         .offset = p->elems,
+                         .elems = elems,
+                         .disk = m->n_disk};
     p->elems += dpl_round_up(elems, 2 * DPL_PANEL); // two rows of a panel: dpl_to_bf16
     m->by_id[(size_t)(layer + 1) * DPL_P_N + r->id] = param;
     for (size_t group = 0; group < r->n_groups; group++)
@@ -250,6 +257,7 @@ void dpl_model_close(dpl_model **model) {
     dpl_model *m = *model;
     dpl_ctx_wait(m->ctx);
     dpl_shards_close(m);
+    dpl_model_unquantize(m);
     dpl_ep_ranks_close(&m->ranks);
     dpl_comm_close(&m->alone);
     void *blocks[] = {m->by_id, m->params.list,   m->params.units, m->router_bias, m->counts,
@@ -282,7 +290,14 @@ void dpl_model_settle_grads(dpl_model *m, size_t unit) {
 }
 
 void dpl_model_refresh(dpl_model *m) {
-    if (m->params.copy) dpl_to_bf16(m->ctx, m->params.master, m->params.own_elems, m->params.copy);
+    const dpl_param *list = m->params.list;
+    if (m->params.copy && !m->mx_elems)
+        dpl_to_bf16(m->ctx, m->params.master, m->params.own_elems, m->params.copy);
+    for (const dpl_param *p = list; m->mx_elems && p < list + m->params.n; p++) {
+        dpl_model_requantize(m, p);
+        if (!p->mx.codes[0])
+            dpl_to_bf16(m->ctx, m->params.master + p->offset, p->elems, m->params.copy + p->offset);
+    }
     dpl_model_changed(m);
 }
 
@@ -295,7 +310,8 @@ dpl_weight dpl_model_weight(const dpl_model *m, const dpl_param *param) {
     if (dtype == DPL_BF16) p = unit->copy + (param->offset - unit->first);
     float *grad = dpl_model_grad(m, param);
     bool *stale = &m->params.list[param - m->params.list].stale;
-    return (dpl_weight){p, dtype, param->n_groups, param->n, param->k, grad, stale};
+    const dpl_mx_weight *mx = param->mx.codes[0] ? &param->mx : NULL;
+    return (dpl_weight){p, dtype, param->n_groups, param->n, param->k, grad, stale, mx};
 }
 
 /* ---- row-major slices ---- */

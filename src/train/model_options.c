@@ -79,6 +79,13 @@ dpl_status dpl_options_init(const dpl_options *o, dpl_model *model) {
                           (uint64_t)o->init_weights_seed);
 }
 
+dpl_status dpl_options_quantize(const dpl_options *o, dpl_model *model) {
+    const dpl_mx_rule rule = {DPL_E4M3, dpl_is(o->mx_grad_format, "e5m2") ? DPL_E5M2 : DPL_E4M3,
+                              dpl_is(o->mx_scale_rule, "floor") ? DPL_SCALE_FLOOR : DPL_SCALE_UP};
+    return dpl_model_quantize(model, dpl_is(o->quantization, "mxfp8"),
+                              dpl_is(o->gmm_quantization, "mxfp8"), rule);
+}
+
 dpl_loss_rule dpl_options_loss(const dpl_options *o) {
     dpl_balance_kind kind = DPL_BALANCE_SEQUENCE;
     if (dpl_is(o->load_balance_scope, "batch")) kind = DPL_BALANCE_BATCH;

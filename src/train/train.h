@@ -78,6 +78,10 @@
     X(I, mtp_num_layers, "0", "0 .. 64", "Multi-token prediction depths.") \
     X(F, mtp_loss_scaling_factor, "0.1", "0 ..", "Weight of the multi-token prediction loss.") \
     X(C, dtype, "bfloat16", "float32|bfloat16", "Format of weights and activations in products.") \
+    X(C, quantization, "", "none|mxfp8|", "Products with dense weights, of shared experts too.") \
+    X(C, gmm_quantization, "", "none|mxfp8|", "Products with the weights of experts.") \
+    X(C, mx_scale_rule, "up", "up|floor", "MXFP8 scales: no element saturates, or OCP's.") \
+    X(C, mx_grad_format, "e4m3", "e4m3|e5m2", "MXFP8 elements of gradients of activations.") \
     X(C, matmul_precision, "default", "default|highest|bf16_x6|bf16_x3", \
       "fp32 products: by multiply-adds, or as 6 or 3 products of bf16.") \
     X(C, weight_init, "fan_in", "fan_in|maxtext|normal", "Fan-in, MaxText's, or N(0, init_std).") \
@@ -168,6 +172,7 @@ dpl_status dpl_config_adopt(dpl_config *config, const char *dir, dpl_model_confi
 // What no single key can say: combinations that are wrong or not supported.
 dpl_status dpl_options_check(const dpl_options *o);
 void dpl_options_warn(const dpl_options *o, const dpl_model_config *model);
+dpl_status dpl_options_quantize(const dpl_options *o, dpl_model *model); // before values are there
 dpl_loss_rule dpl_options_loss(const dpl_options *o);
 // A fresh model's values, by weight_init, init_std and init_weights_seed.
 dpl_status dpl_options_init(const dpl_options *o, dpl_model *model);

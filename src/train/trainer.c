@@ -74,6 +74,7 @@ static dpl_status open_model(dpl_trainer *t, const origin *from) {
     DPL_TRY(dpl_ctx_set_precision(t->ctx, t->o->matmul_precision));
     DPL_TRY(dpl_model_create_spread(t->ctx, &t->mesh.model, &sizes, dpl_options_dtype(t->o),
                                     &t->model));
+    DPL_TRY(dpl_options_quantize(t->o, t->model));
     t->model->ranks.batch = t->mesh.world;
     t->model->ranks.n_chunks = (size_t)t->o->ep_chunks;
     t->model->ranks.reduces = t->o->ep_combine_reduce;
