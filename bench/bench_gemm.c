@@ -240,19 +240,18 @@ static dpl_status report(gemm_bench *b, const dpl_bench_limits *limits, size_t r
 
 // One expert's weight for all.
 static dpl_status make_mx(gemm_bench *b) {
-    size_t bytes[3];
     float *panels = dpl_bench_numbers(dpl_panel_elems(b->n, b->k), DPL_F32);
-    dpl_mx_weight_bytes(1, b->n, b->k, bytes);
+    const size_t bytes = dpl_mx_weight_bytes(1, b->n, b->k);
     for (int way = 0; way < 2; way++) {
-        b->mx.codes[way] = dpl_alloc_array(b->n_experts, bytes[0]);
-        b->mx.scales[way] = dpl_alloc_array(b->n_experts, bytes[1 + way]);
+        b->mx.codes[way] = dpl_alloc_array(b->n_experts, bytes);
+        b->mx.scales[way] = dpl_alloc_array(b->n_experts, bytes / DPL_MX_BLOCK);
         if (!b->mx.codes[way] || !b->mx.scales[way] || !panels)
             return dpl_fail(DPL_ENOMEM, "bench gemm: no memory for the operands");
     }
     for (size_t g = 0; g < b->n_experts; g++) {
         dpl_mx_weight own = b->mx;
         for (int way = 0; way < 2; way++)
-            own.codes[way] += g * bytes[0], own.scales[way] += g * bytes[1 + way];
+            own.codes[way] += g * bytes, own.scales[way] += g * bytes / DPL_MX_BLOCK;
         dpl_mx_weight_pack(b->ctx, panels, 1, b->n, b->k, &own);
     }
     dpl_ctx_wait(b->ctx);

@@ -34,7 +34,7 @@ static void run_quantize(void *arg) {
     if (b->format == DPL_E2M1)
         dpl_nv_quantize(b->ctx, b->x, b->rows, b->n, b->random ? seed_stream : NULL, b->nv);
     else
-        dpl_mx_quantize(b->ctx, b->x, b->groups, b->n, b->format, b->rule,
+        dpl_mx_quantize(b->ctx, b->x, (dpl_row_map){0}, b->groups, b->n, b->format, b->rule,
                         b->way == 2 ? none : b->by_row, b->way == 1 ? none : b->by_column);
     dpl_ctx_wait(b->ctx);
 }

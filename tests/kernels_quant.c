@@ -112,33 +112,84 @@ static void check_mx_columns(kernel_test *t) {
     check_mx(t, false);
 }
 
-static void check_mx_expand(kernel_test *t) {
-    enum { LINES = 24, BENCH_LINES = 256 };
-    for (int kind = 0; kind < 8; kernel_done(t), kind++) {
-        const size_t step = kind & 2 ? 64 : 0;
-        uint8_t *codes = kernel_buffer(t, LINES * 64);
-        uint16_t *scales = kernel_buffer(t, 2 * LINES * 64);
-        uint16_t *got = kernel_buffer(t, 2 * LINES * 64), *want = kernel_buffer(t, 2 * LINES * 64);
-        for (size_t i = 0; i < LINES * 64; i++) {
-            codes[i] = (uint8_t)kernel_pick(t, 0, 255);
-            if (kind & 4) codes[i] &= 0xbb; // nothing odd
-            scales[i] = (uint16_t)(i / 64 % 2 ? kernel_pick(t, 0, 255) : kernel_pick(t, 33, 220));
-        }
-        const dpl_code f = kind & 1 ? DPL_E5M2 : DPL_E4M3;
-        t->k->quant.mx_expand(f, LINES, codes, scales, step, got);
-        t->ref->quant.mx_expand(f, LINES, codes, scales, step, want);
-        for (size_t i = 0; i < LINES * 64; i++) // NaNs may differ
-            if (isnan(dpl_bf16_to_f32(got[i])) && isnan(dpl_bf16_to_f32(want[i])))
-                got[i] = want[i] = 0;
-        kernel_same(t, "numbers", got, want, 2 * LINES * 64);
+// Codes of any kind, or of usual blocks, and scales of all sizes, the odd ones seldom.
+static void make_codes(kernel_test *t, int kind, uint8_t *codes, size_t n, uint8_t *scales,
+                       size_t n_scales) {
+    for (size_t i = 0; i < n; i++) {
+        codes[i] = (uint8_t)kernel_pick(t, 0, 255);
+        if (kind & 2 && kernel_pick(t, 0, 99)) codes[i] |= 0x20;            // not small
+        if ((codes[i] & 0x7f) >= (kind & 1 ? 0x7c : 0x7f)) codes[i] = 0x80; // finite
+    }
+    for (size_t i = 0; i < n_scales; i++)
+        scales[i] = (uint8_t)(kernel_pick(t, 0, kind & 4 ? 5 : 99) ? kernel_pick(t, 33, 220)
+                                                                   : kernel_pick(t, 0, 255));
+}
+
+static void same_numbers(kernel_test *t, uint16_t *got, uint16_t *want, size_t n) {
+    for (size_t i = 0; i < n; i++) // NaNs may differ
+        if (isnan(dpl_bf16_to_f32(got[i])) && isnan(dpl_bf16_to_f32(want[i]))) got[i] = want[i] = 0;
+    kernel_same(t, "numbers", got, want, 2 * n);
+}
+
+static void check_expand_pairs(kernel_test *t) {
+    enum { BLOCKS = 7, BENCH = 16 };
+    for (int kind = 0; kind < 16; kernel_done(t), kind++) {
+        uint8_t *codes = kernel_buffer(t, BLOCKS * 1024), *scales = kernel_buffer(t, BLOCKS * 32);
+        uint16_t *got = kernel_buffer(t, BLOCKS * 2048), *want = kernel_buffer(t, BLOCKS * 2048);
+        make_codes(t, kind, codes, BLOCKS * 1024, scales, BLOCKS * 32);
+        t->k->quant.expand_pairs(kind & 1 ? DPL_E5M2 : DPL_E4M3, BLOCKS, codes, scales, got, 0);
+        t->ref->quant.expand_pairs(kind & 1 ? DPL_E5M2 : DPL_E4M3, BLOCKS, codes, scales, want, 0);
+        same_numbers(t, got, want, BLOCKS * 1024);
     }
     t->aligned = true;
-    uint8_t *codes = kernel_buffer(t, BENCH_LINES * 64);
-    uint16_t *scales = kernel_buffer(t, 128), *y = kernel_buffer(t, 2 * BENCH_LINES * 64);
-    for (size_t i = 0; i < BENCH_LINES * 64; i++) codes[i] = (uint8_t)(i * 7 % 126);
-    for (size_t i = 0; i < 64; i++) scales[i] = (uint16_t)(120 + i % 5);
-    KERNEL_BENCH(t, BENCH_LINES * 64, "elem",
-                 t->k->quant.mx_expand(DPL_E4M3, BENCH_LINES, codes, scales, 0, y));
+    uint8_t *codes = kernel_buffer(t, BENCH * 1024), *scales = kernel_buffer(t, BENCH * 32);
+    uint16_t *y = kernel_buffer(t, BENCH * 2048);
+    for (size_t i = 0; i < BENCH * 1024; i++) codes[i] = (uint8_t)(8 + i * 7 % 118);
+    memset(scales, 120, BENCH * 32);
+    KERNEL_BENCH(t, BENCH * 1024, "elem",
+                 t->k->quant.expand_pairs(DPL_E4M3, BENCH, codes, scales, y, 0));
+}
+
+static void check_expand_columns(kernel_test *t) {
+    enum { M = 32, BENCH_N = 256 };
+    static const size_t widths[] = {0, 1, 31, 32, 33, 64, 65, 100, 128, 200};
+    for (int kind = 0; kind < 16; kind++)
+        for (size_t i = 0; i < DPL_COUNT(widths); kernel_done(t), i++) {
+            const size_t n = widths[i], ld = n + 3, m = kernel_pick(t, 1, M);
+            uint8_t *codes = kernel_buffer(t, M * ld), *scales = kernel_buffer(t, n);
+            uint16_t *got = kernel_buffer(t, 2 * M * ld), *want = kernel_buffer(t, 2 * M * ld);
+            make_codes(t, kind, codes, M * ld, scales, n);
+            const dpl_code f = kind & 1 ? DPL_E5M2 : DPL_E4M3;
+            t->k->quant.expand_columns(f, m, n, codes, ld, scales, got, ld);
+            t->ref->quant.expand_columns(f, m, n, codes, ld, scales, want, ld);
+            same_numbers(t, got, want, M * ld);
+        }
+    t->aligned = true;
+    uint8_t *codes = kernel_buffer(t, M * BENCH_N), *scales = kernel_buffer(t, BENCH_N);
+    uint16_t *y = kernel_buffer(t, 2 * M * BENCH_N);
+    for (size_t i = 0; i < M * BENCH_N; i++) codes[i] = (uint8_t)(8 + i * 7 % 118);
+    memset(scales, 120, BENCH_N);
+    KERNEL_BENCH(
+        t, M * BENCH_N, "elem",
+        t->k->quant.expand_columns(DPL_E4M3, M, BENCH_N, codes, BENCH_N, scales, y, BENCH_N));
+}
+
+static void check_expand_row(kernel_test *t) {
+    for (int kind = 0; kind < 16; kind++)
+        for (size_t n = 0; n < 200; kernel_done(t), n += kernel_pick(t, 1, 9)) {
+            uint8_t *codes = kernel_buffer(t, n), *scales = kernel_buffer(t, dpl_div_up(n, 32));
+            uint16_t *got = kernel_buffer(t, 2 * n), *want = kernel_buffer(t, 2 * n);
+            make_codes(t, kind, codes, n, scales, dpl_div_up(n, 32));
+            t->k->quant.expand_row(kind & 1 ? DPL_E5M2 : DPL_E4M3, n, codes, scales, got);
+            t->ref->quant.expand_row(kind & 1 ? DPL_E5M2 : DPL_E4M3, n, codes, scales, want);
+            same_numbers(t, got, want, n);
+        }
+    t->aligned = true;
+    uint8_t *codes = kernel_buffer(t, N_BENCH), *scales = kernel_buffer(t, N_BENCH / 32);
+    uint16_t *y = kernel_buffer(t, 2 * N_BENCH);
+    for (size_t i = 0; i < N_BENCH; i++) codes[i] = (uint8_t)(8 + i * 7 % 118);
+    memset(scales, 120, N_BENCH / 32);
+    KERNEL_BENCH(t, N_BENCH, "elem", t->k->quant.expand_row(DPL_E4M3, N_BENCH, codes, scales, y));
 }
 
 static void compare_nv(kernel_test *t, size_t m, size_t n, bool random, dpl_nv_rows b) {
@@ -201,7 +252,9 @@ const kernel_entry kernel_quant_entries[] = {{"encode", check_encode},
                                              {"decode", check_decode},
                                              {"mx_rows", check_mx_rows},
                                              {"mx_columns", check_mx_columns},
-                                             {"mx_expand", check_mx_expand},
+                                             {"expand_pairs", check_expand_pairs},
+                                             {"expand_columns", check_expand_columns},
+                                             {"expand_row", check_expand_row},
                                              {"nv_rows", check_nv_rows},
                                              {"nv_rows_random", check_nv_rows_random},
                                              {NULL, NULL}};

@@ -122,17 +122,16 @@ static void weight_numbers(problem *p) {
 
 static void open_problem(problem *p) {
     const size_t n = p->n, k = p->k, elems = dpl_panel_elems(n, k);
-    size_t bytes[3];
     p->x = random_mat(ROWS, k, p->act, 1);
     p->dy = random_mat(ROWS, n, p->act, 2);
     p->panels = dpl_alloc(GROUPS * elems * sizeof(float));
     for (size_t i = 0; i < GROUPS * n * k; i++)
         p->panels[i / (n * k) * elems + dpl_panel_index(i / k % n, i % k, k)] =
             (float)dpl_rng_normal(7, 3, i) / sqrtf((float)k);
-    dpl_mx_weight_bytes(GROUPS, n, k, bytes);
+    const size_t bytes = dpl_mx_weight_bytes(GROUPS, n, k);
     p->mx.rule = p->rule;
     for (int way = 0; way < 2; way++)
-        p->mx.codes[way] = get(bytes[0]), p->mx.scales[way] = get(bytes[1 + way]);
+        p->mx.codes[way] = get(bytes), p->mx.scales[way] = get(bytes / 32);
     p->groups = (dpl_groups){GROUPS, ROWS, offsets};
     p->w = (dpl_weight){NULL, DPL_BF16, GROUPS, n, k, NULL, NULL, &p->mx};
     p->x_row = rows_of(p, p->rule.format, p->x, k);
@@ -239,14 +238,13 @@ static void test_alone(void **state) {
         if (!ctx) continue;
         result all = run(ctx, &p);
         float *y = get(p.n * 4), *dw = get(GROUPS * dpl_panel_elems(p.n, p.k) * 4);
-        size_t bytes[3];
-        dpl_mx_weight_bytes(1, p.n, p.k, bytes);
+        const size_t bytes = dpl_mx_weight_bytes(1, p.n, p.k);
         for (size_t g = 0; g < GROUPS; g++)
             for (size_t row = (size_t)offsets[g]; row < (size_t)offsets[g + 1]; row += 5) {
                 dpl_mx_weight own = p.mx;
                 for (int way = 0; way < 2; way++) {
-                    own.codes[way] += g * bytes[0];
-                    own.scales[way] += g * bytes[1 + way];
+                    own.codes[way] += g * bytes;
+                    own.scales[way] += g * bytes / 32;
                 }
                 dpl_weight w = p.w;
                 w.n_groups = 1, w.mx = &own;

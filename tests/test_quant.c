@@ -177,7 +177,7 @@ static mx_out quantize(dpl_ctx *ctx, const void *x, dpl_dtype dtype, size_t n_ro
     out.column_bytes = dpl_mx_column_blocks(n_groups, n_rows) * n;
     out.rows = buffers(n_rows, n, out.row_bytes, blocks);
     out.columns = buffers(n_rows, n, out.column_bytes, n);
-    dpl_mx_quantize(ctx, (dpl_mat){(void *)(uintptr_t)x, n, dtype},
+    dpl_mx_quantize(ctx, (dpl_mat){(void *)(uintptr_t)x, n, dtype}, (dpl_row_map){0},
                     (dpl_groups){n_groups, n_rows, offsets}, n, f, rule, out.rows, out.columns);
     dpl_ctx_wait(ctx);
     // Nothing behind the ends.

@@ -43,8 +43,9 @@ typedef struct gemm_args {
     dpl_mat left, right, out;  // forward: x, w, y; dgrad: dy, w, dx; wgrad: x, dy, dw
     const dpl_gemm_kernels *g; // of the operands' class
     size_t n_parts;            // of each operand: more than 1 for fp32 made of bf16
-    bool mx;                   // operands are those of this:
+    bool mx; // operands are MXFP8: this weight's, or in wgrad these codes by column
     dpl_mx_weight mx_weight;
+    dpl_mx left_codes, right_codes;
     gemm_swiglu swiglu;
     dpl_row_map map; // of the rows of x on the left
     dpl_groups groups;
@@ -63,6 +64,7 @@ typedef struct gemm_block {
     size_t row, n_rows; // of the group
     size_t weight_row;  // its first row of 32 in a weight or weight gradient
     size_t k_rows;      // rows of a panel there
+    bool streams;       // the weight's panels are those of the result
     size_t m0, m, p0, n_panels, depth, n_cols;
     size_t n_tiles;               // of m
     size_t chunk, slice;          // of the contraction: of one product; as much as fits on the left
@@ -71,8 +73,9 @@ typedef struct gemm_block {
     float *c;                     // sums of the first panel (m, 32)
     size_t c_panel;               // floats to those of the next: 0, it takes their place
     uint8_t *gathered;            // with a map: rows of x
-    uint16_t *rounded, *rounded_right; // with mx: what is packed of either operand
-    unsigned entered;                  // what this thread was before products
+    uint16_t *expanded, *expanded_right; // with mx: what is packed of either operand
+    size_t mx_block;                     // in wgrad: of scales, the group's first
+    unsigned entered;                    // what this thread was before products
 } gemm_block;
 
 /* ---- cutting into tasks ---------------------------------------------------------------------- */
@@ -84,12 +87,14 @@ static gemm_block whole_group(const gemm_args *a, size_t g) {
         b.row = (size_t)offsets[g];
         b.n_rows = (size_t)offsets[g + 1] - b.row;
     }
-    b.k_rows = a->mx && a->op != WGRAD ? dpl_mx_depth(a->k) : dpl_panel_depth(a->k);
-    b.weight_row = g * dpl_div_up(a->n, DPL_PANEL) * b.k_rows;
     b.m = a->op == WGRAD ? a->k : b.n_rows;
     b.depth = a->op == FORWARD ? a->k : a->op == DGRAD ? a->n : b.n_rows;
     b.n_cols = a->op == DGRAD ? a->k : a->n;
     b.n_panels = dpl_div_up(b.n_cols, DPL_PANEL);
+    b.streams = a->op == FORWARD || (a->op == DGRAD && a->mx);
+    b.k_rows = b.streams && a->mx ? dpl_round_up(b.depth, DPL_MX_BLOCK) : dpl_panel_depth(a->k);
+    b.weight_row = g * (b.streams ? b.n_panels : dpl_div_up(a->n, DPL_PANEL)) * b.k_rows;
+    b.mx_block = dpl_mx_first_block(g, (int64_t)b.row);
     // Chunks are even, whole panels long, and depend on the depth only: so do the bits.
     const size_t n_chunks = DPL_MAX(1, dpl_div_up(b.depth, b.g->kc));
     b.chunk = dpl_round_up(dpl_div_up(b.depth, n_chunks), DPL_PANEL);
@@ -115,7 +120,7 @@ static size_t slice_of(const gemm_block *b, size_t m) {
 // packed sums need not wait.
 static size_t block_rows(const gemm_block *b) {
     const size_t row_bytes = b->depth * b->g->left_bytes * b->a->n_parts;
-    if (b->a->op != FORWARD || b->a->n_parts > 1) return M_BLOCK;
+    if (!b->streams || b->a->n_parts > 1) return M_BLOCK;
     return DPL_MIN(M_BLOCK, DPL_MAX(M_LEAST, b->g->block_bytes / row_bytes));
 }
 
@@ -185,8 +190,7 @@ static dpl_mat left_at(const gemm_block *b, size_t i, size_t l) {
 static dpl_mat right_at(const gemm_block *b, size_t p, size_t l) {
     const gemm_args *a = b->a;
     if (a->op == WGRAD) return dpl_mat_at(a->right, b->row + l, p * DPL_PANEL);
-    const size_t row = a->op == FORWARD ? p * b->k_rows + l
-                                        : l / DPL_PANEL * b->k_rows + p * DPL_PANEL;
+    const size_t row = b->streams ? p * b->k_rows + l : l / DPL_PANEL * b->k_rows + p * DPL_PANEL;
     return dpl_mat_at(a->right, b->weight_row + row, 0);
 }
 
@@ -234,49 +238,46 @@ static dpl_mat gather_left(const gemm_block *b, size_t first, size_t m, size_t l
     return dpl_mat_at((dpl_mat){b->gathered, n, b->a->left.dtype}, 0, wgrad ? first : 0);
 }
 
-// As left_at, rounded to MXFP8: in forward and dgrad a chunk of one tile's rows; in wgrad a chunk
-// of all columns of the block, for all its tiles.
-static dpl_mat round_left(const gemm_block *b, dpl_mat x, size_t first, size_t m, size_t depth) {
-    const bool wgrad = b->a->op == WGRAD;
-    const dpl_mx_rule rule = b->a->mx_weight.rule;
-    const dpl_code format = b->a->op == DGRAD ? rule.grad_format : rule.format;
-    const size_t n = wgrad ? b->m : depth, width = dpl_mx_width(n);
-    const dpl_mx_slab slab = {format, rule.scale, x, wgrad ? depth : m, n};
-    if (!wgrad) dpl_mx_round_rows(b->q, &slab, b->rounded);
-    else if (first == 0) dpl_mx_round_columns(b->q, &slab, b->rounded);
-    return dpl_mat_at((dpl_mat){b->rounded, width, DPL_BF16}, 0, wgrad ? first : 0);
+// As left_at, of MXFP8 operands: in forward and dgrad a chunk of one tile's rows, rounded; in wgrad
+// a chunk of all columns of the block, for all its tiles.
+static dpl_mat expand_left(const gemm_block *b, dpl_mat x, size_t first, size_t m, size_t l,
+                           size_t depth) {
+    const gemm_args *a = b->a;
+    const dpl_mx_rule rule = a->mx_weight.rule;
+    const dpl_code format = a->op == DGRAD ? rule.grad_format : rule.format;
+    if (a->op != WGRAD) {
+        dpl_mx_round_rows(b->q, format, rule.scale, x, m, depth, b->expanded);
+        return (dpl_mat){b->expanded, depth, DPL_BF16};
+    }
+    if (first == 0)
+        dpl_mx_expand_columns(b->q, format, a->left_codes, b->row + l,
+                              b->mx_block + l / DPL_MX_BLOCK, depth, b->m0, b->m, b->expanded);
+    return dpl_mat_at((dpl_mat){b->expanded, b->m, DPL_BF16}, 0, first);
 }
 
 static void pack_left(const gemm_block *b, size_t first, size_t m, size_t l, size_t depth) {
     dpl_mat x = b->a->map.slot ? gather_left(b, first, m, l, depth) : left_at(b, first, l);
-    if (b->a->mx) x = round_left(b, x, first, m, depth);
+    if (b->a->mx) x = expand_left(b, x, first, m, l, depth);
     uint8_t *to = packed_left(b, first, l, depth);
     const dpl_gemm_packer pack = b->a->op == WGRAD ? b->g->left_cols : b->g->left_rows;
     for (size_t part = 0; part < parts_of(b->a, x); part++, to += b->part_a)
         pack(load_of(x.dtype, part), m, depth, x.p, x.ld, m, to);
 }
 
-// 32 columns of a weight's panel, or of a gradient in wgrad, as BF16 has them; in scratch.
-static dpl_mat round_right(const gemm_block *b, size_t p, size_t l, size_t depth) {
-    const gemm_args *a = b->a;
-    const dpl_mx_rule rule = a->mx_weight.rule;
-    if (a->op == WGRAD) {
-        const dpl_mx_slab slab = {rule.grad_format, rule.scale, right_at(b, p, l), depth,
-                                  panel_cols(b, p)};
-        dpl_mx_round_columns(b->q, &slab, b->rounded_right);
-        return (dpl_mat){b->rounded_right, dpl_mx_width(slab.n), DPL_BF16};
-    }
-    const size_t panel = b->weight_row / b->k_rows + l / DPL_PANEL;
-    dpl_mx_expand_panel(b->q, &a->mx_weight, DPL_MX_DGRAD, a->k, panel, p * DPL_PANEL, DPL_PANEL,
-                        b->rounded_right);
-    return (dpl_mat){b->rounded_right, DPL_PANEL, DPL_BF16};
+// The columns of panel p in wgrad.
+static dpl_mat expand_right(const gemm_block *b, size_t p, size_t l, size_t depth) {
+    const size_t n = panel_cols(b, p);
+    dpl_mx_expand_columns(b->q, b->a->mx_weight.rule.grad_format, b->a->right_codes, b->row + l,
+                          b->mx_block + l / DPL_MX_BLOCK, depth, p * DPL_PANEL, n,
+                          b->expanded_right);
+    return (dpl_mat){b->expanded_right, n, DPL_BF16};
 }
 
 static void pack_right(const gemm_block *b, size_t p, size_t l0, size_t depth, size_t part) {
     const gemm_args *a = b->a;
     const size_t n = panel_cols(b, p);
     dpl_mat from = right_at(b, p, l0);
-    if (a->mx && a->op == WGRAD) from = round_right(b, p, l0, depth);
+    if (a->mx) from = expand_right(b, p, l0, depth);
     const dpl_gemm_load load = load_of(from.dtype, part);
     uint8_t *to = b->packed_b + part * b->part_b;
     if (a->op != DGRAD) {
@@ -285,23 +286,44 @@ static void pack_right(const gemm_block *b, size_t p, size_t l0, size_t depth, s
         return;
     }
     // 32 rows of each panel of n: the padding of the last one is there to be read.
-    const bool pairs = from.dtype == DPL_BF16 || a->mx;
-    const dpl_gemm_packer pack = pairs ? b->g->right_pairs : b->g->right_rows;
-    const size_t piece_bytes = n * from.ld * dpl_dtype_bytes(from.dtype);
+    const dpl_gemm_packer pack = from.dtype == DPL_BF16 ? b->g->right_pairs : b->g->right_rows;
+    const size_t piece_bytes = n * DPL_PANEL * dpl_dtype_bytes(from.dtype);
     for (size_t l = 0; l < depth; l += DPL_PANEL, to += DPL_PANEL * DPL_PANEL * b->g->right_bytes) {
         if (l + DPL_PANEL < depth) fetch_bytes(right_at(b, p, l0 + l + DPL_PANEL).p, piece_bytes);
-        const dpl_mat piece = a->mx ? round_right(b, p, l0 + l, depth) : right_at(b, p, l0 + l);
-        pack(a->mx ? DPL_LOAD_BF16 : load, n, DPL_PANEL, piece.p, DPL_PANEL, DPL_PANEL, to);
+        pack(load, n, DPL_PANEL, right_at(b, p, l0 + l).p, DPL_PANEL, DPL_PANEL, to);
     }
+}
+
+// The chunk that is used after the one at (p, l0); false after the last.
+static bool next_chunk(const gemm_block *b, size_t *p, size_t *l0) {
+    const size_t slice = *l0 / b->slice * b->slice, end = DPL_MIN(slice + b->slice, b->depth);
+    if ((*l0 += b->chunk) < end) return true;
+    *l0 = slice;
+    if (++*p < b->p0 + b->n_panels) return true;
+    *p = b->p0;
+    *l0 = end;
+    return end < b->depth;
+}
+
+// A chunk of MXFP8 weights as bf16. With few rows memory is the limit: the next chunk comes
+// meanwhile.
+static void expand_weight(const gemm_block *b, size_t p, size_t l0, size_t depth) {
+    const int way = b->a->op == FORWARD ? DPL_MX_FORWARD : DPL_MX_DGRAD;
+    const size_t panel = b->weight_row / b->k_rows + p;
+    size_t next_p = p, next_l = l0;
+    ptrdiff_t ahead = 0;
+    if (b->m < FEW_ROWS && next_chunk(b, &next_p, &next_l))
+        ahead = (const uint8_t *)right_at(b, next_p, next_l).p -
+                (const uint8_t *)right_at(b, p, l0).p;
+    dpl_mx_expand_panel(b->q, &b->a->mx_weight, way, b->k_rows, panel, l0, depth, ahead,
+                        (uint16_t *)(void *)b->packed_b);
 }
 
 // The right operand (depth, 32) of panel p from contraction index l0 on: weights of this class are
 // used in place.
 static const uint8_t *right_panel(const gemm_block *b, size_t p, size_t l0, size_t depth) {
-    if (b->a->op == FORWARD && b->a->mx) {
-        const size_t panel = b->weight_row / b->k_rows + p;
-        dpl_mx_expand_panel(b->q, &b->a->mx_weight, DPL_MX_FORWARD, b->a->k, panel, l0, depth,
-                            (uint16_t *)(void *)b->packed_b);
+    if (b->streams && b->a->mx) {
+        expand_weight(b, p, l0, depth);
         return b->packed_b;
     }
     if (b->a->op == FORWARD && b->a->n_parts == 1) return right_at(b, p, l0).p;
@@ -340,17 +362,6 @@ static dpl_gemm_ahead fetch_wgrad(const gemm_block *b, size_t p, size_t l0, size
     return fetch_nothing(b);
 }
 
-// The chunk that is used after the one at (p, l0); false after the last.
-static bool next_chunk(const gemm_block *b, size_t *p, size_t *l0) {
-    const size_t slice = *l0 / b->slice * b->slice, end = DPL_MIN(slice + b->slice, b->depth);
-    if ((*l0 += b->chunk) < end) return true;
-    *l0 = slice;
-    if (++*p < b->p0 + b->n_panels) return true;
-    *p = b->p0;
-    *l0 = end;
-    return end < b->depth;
-}
-
 // The weight of the next chunk in forward, whose lines follow each other: as many pages in turn as
 // the kernels like, since the hardware fetches along each of them too.
 static dpl_gemm_ahead fetch_pages(const gemm_block *b, const uint8_t *w, size_t bytes, size_t depth,
@@ -373,6 +384,7 @@ static dpl_gemm_ahead fetch_ahead(const gemm_block *b, size_t p, size_t l0, size
                                   size_t i) {
     const gemm_args *a = b->a;
     const size_t slots = dpl_div_up(depth, b->g->fetch);
+    if (a->op == WGRAD && a->mx) return fetch_nothing(b);
     if (a->op == WGRAD) return fetch_wgrad(b, p, l0, depth, i);
     if (p == b->p0 && i + 1 < b->n_tiles && !a->map.slot) {
         const dpl_mat x = left_at(b, tile_first(b, i + 1), l0);
@@ -384,14 +396,14 @@ static dpl_gemm_ahead fetch_ahead(const gemm_block *b, size_t p, size_t l0, size
     const size_t l = l0 + i * DPL_MIN(b->chunk, b->depth - l0) / b->n_tiles;
     const dpl_mat w = right_at(b, p, l);
     const size_t row_bytes = w.ld * dpl_dtype_bytes(w.dtype); // of 32 columns
-    if (a->op == FORWARD && b->g->pages > 1)
+    if (b->streams && b->g->pages > 1)
         return fetch_pages(b, right_at(b, p, l0).p, DPL_MIN(b->chunk, b->depth - l0) * row_bytes,
                            depth, i);
     // At few rows memory is the limit, and the hardware sees a plain stream coming.
-    if (a->op == FORWARD && b->m < FEW_ROWS) return fetch_nothing(b);
+    if (b->streams && b->m < FEW_ROWS && !a->mx) return fetch_nothing(b);
     const size_t slot_bytes = row_bytes * b->g->fetch / b->n_tiles;
     const size_t each = dpl_div_up(slot_bytes, LINE), step = slot_bytes / each;
-    if (a->op == FORWARD) return (dpl_gemm_ahead){w.p, step, each * slots, step, each};
+    if (b->streams) return (dpl_gemm_ahead){w.p, step, each * slots, step, each};
     // 32 rows of each panel of n.
     const size_t others = DPL_MAX(b->k_rows, (size_t)DPL_PANEL) - DPL_PANEL;
     return (dpl_gemm_ahead){w.p, step, DPL_PANEL / b->g->fetch * b->n_tiles * each,
@@ -519,8 +531,8 @@ static void lay_out(gemm_block *b, uint8_t *scratch) {
     }
     // Behind what is gathered: a chunk of a tile, or in wgrad of all columns of the block.
     const size_t columns = b->a->op == WGRAD ? b->m : g->mr;
-    b->rounded = (uint16_t *)(void *)(b->gathered + columns * b->chunk * sizeof(float));
-    b->rounded_right = b->rounded + dpl_mx_width(columns) * dpl_mx_width(b->chunk);
+    b->expanded = (uint16_t *)(void *)(b->gathered + columns * b->chunk * sizeof(float));
+    b->expanded_right = b->expanded + columns * b->chunk;
 }
 
 static void run_task(const void *args, const dpl_part *part) {
@@ -657,21 +669,34 @@ void dpl_gemm_wgrad(dpl_ctx *ctx, dpl_mat dy, dpl_mat x, dpl_row_map map, dpl_gr
                 operand);
 }
 
+// Codes by column of what is multiplied, in the step's memory.
+static dpl_mx codes_by_column(dpl_ctx *ctx, dpl_mat x, dpl_row_map map, dpl_groups groups, size_t n,
+                              dpl_code format, dpl_scale_rule rule) {
+    const dpl_mx mx = {dpl_ctx_alloc(ctx, groups.n_rows * n),
+                       dpl_ctx_alloc(ctx, dpl_mx_column_blocks(groups.n, groups.n_rows) * n), n, n};
+    dpl_mx_quantize(ctx, x, map, groups, n, format, rule, (dpl_mx){0}, mx);
+    return mx;
+}
+
 void dpl_gemm_mx_wgrad(dpl_ctx *ctx, dpl_mat dy, dpl_mat x, dpl_row_map map, dpl_groups groups,
                        size_t n, size_t k, const dpl_mx_weight *mx, bool accumulate, float *dw) {
-    submit_gemm(ctx,
-                (gemm_args){.op = WGRAD,
-                            .left = x,
-                            .right = dy,
-                            .out = dpl_mat_f32(dw, DPL_PANEL),
-                            .mx = true,
-                            .mx_weight = *mx,
-                            .map = map,
-                            .groups = groups,
-                            .n = n,
-                            .k = k,
-                            .accumulate = accumulate},
-                DPL_BF16);
+    const dpl_mx_rule rule = mx->rule;
+    const size_t mark = dpl_ctx_mark(ctx);
+    gemm_args a = {.op = WGRAD,
+                   .left = {NULL, k, DPL_BF16},
+                   .right = {NULL, n, DPL_BF16},
+                   .out = dpl_mat_f32(dw, DPL_PANEL),
+                   .mx = true,
+                   .mx_weight = *mx,
+                   .groups = groups,
+                   .n = n,
+                   .k = k,
+                   .accumulate = accumulate};
+    a.left_codes = codes_by_column(ctx, x, map, groups, k, rule.format, rule.scale);
+    a.right_codes = codes_by_column(ctx, dy, (dpl_row_map){0}, groups, n, rule.grad_format,
+                                    rule.scale);
+    submit_gemm(ctx, a, DPL_BF16);
+    dpl_ctx_release(ctx, mark);
 }
 
 /* ---- panels ---------------------------------------------------------------------------------- */

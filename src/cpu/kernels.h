@@ -199,10 +199,16 @@ typedef struct dpl_quant_kernels {
     void (*mx_rows)(const dpl_mx_block *b);
     // Blocks down the columns, of all m <= 32 rows: scales (n).
     void (*mx_columns)(const dpl_mx_block *b);
-    // bf16 numbers of lines of 64 codes, exact but where bf16 has no such exponent. scales: a byte
-    // in a word for each of a line; those of the next line are `step` further.
-    void (*mx_expand)(dpl_code format, size_t n_lines, const uint8_t *codes, const uint16_t *scales,
-                      size_t step, uint16_t *y);
+    // bf16 numbers of MXFP8 codes, exact but where bf16 has no such exponent. A code that is not
+    // finite has the scale of NaN. Of weights: blocks of 32 x 32 as pairs, [block][16][32][2], with
+    // a scale for each column, [block][32]. What lies so far ahead of a code is fetched.
+    void (*expand_pairs)(dpl_code format, size_t n_blocks, const uint8_t *codes,
+                         const uint8_t *scales, uint16_t *y, ptrdiff_t ahead);
+    // Of rows (m, n) with a scale for each column; of a row with one for each 32.
+    void (*expand_columns)(dpl_code format, size_t m, size_t n, const uint8_t *codes, size_t ld,
+                           const uint8_t *scales, uint16_t *y, size_t ld_y);
+    void (*expand_row)(dpl_code format, size_t n, const uint8_t *codes, const uint8_t *scales,
+                       uint16_t *y);
     float (*amax)(dpl_dtype dtype, const void *x, size_t n); // 0 for n = 0; NaN if one is
     // The last block of a row, and its last byte, of what is left: scales (m, ceil(n / 16)).
     void (*nv_rows)(const dpl_nv_rows *b);

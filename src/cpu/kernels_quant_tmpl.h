@@ -407,22 +407,63 @@ INLINE void mx_columns_as(dpl_code f, dpl_scale_rule rule, dpl_dtype dtype, cons
 MX_KERNEL(quant_mx_rows, mx_rows_as)
 MX_KERNEL(quant_mx_columns, mx_columns_as)
 
-// Any codes and scales; some of a line.
-INLINE void expand_numbers(dpl_code f, size_t n, const uint8_t *codes, const uint16_t *scales,
-                           uint16_t *y) {
-    for (size_t j = 0; j < n; j += REG) {
-        reg_u8 bytes;
-        reg_u16 words;
-        memcpy(&bytes, codes + j, sizeof bytes);
-        memcpy(&words, scales + j, sizeof words);
-        const reg_u32 scale = __builtin_convertvector(words, reg_u32);
-        // Two factors, of which neither overflows, and the second is exact or rounds to 0.
-        const reg_u32 half = scale >> 1, rest = scale - half;
-        const reg a = numbers_of(f, __builtin_convertvector(bytes, reg_u32));
-        const reg v = a * (reg)((half + 127 - 63) << 23) * (reg)((rest + 127 - 64) << 23);
-        const reg_u32 nan = (reg_u32)(scale == 0xff) & 0x7fc00000u;
-        store_any(DPL_BF16, y, j, (reg)((reg_u32)v | nan));
-    }
+/* ---- MXFP8 as bf16 --------------------------------------------------------------------------- */
+// A line: as many codes as a register has bytes. Their numbers fill two registers of words.
+#define LINE_CODES REG_BYTES
+typedef int16_t words __attribute__((vector_size(REG_BYTES)));
+
+#if defined(__AVX512F__)
+typedef __m512i line;
+#define EIGHTS_APART(x)      _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), x)
+#define ANY_WITHOUT(x, bits) (_mm512_testn_epi8_mask(x, _mm512_set1_epi8(bits)) != 0)
+#else
+typedef __m256i line;
+#define EIGHTS_APART(x) _mm256_permute4x64_epi64(x, 0xd8)
+#define ANY_WITHOUT(x, bits)                                                             \
+    (_mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_and_si256(x, _mm256_set1_epi8(bits)), \
+                                            _mm256_setzero_si256())) != 0)
+#endif
+
+INLINE line line_at(const uint8_t *p) {
+    line x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+
+// What the exponents of a line are more by than in its codes; whether each of its numbers is a
+// normal one of bf16, or 0.
+typedef struct exponents {
+    words more[2];
+    bool usual;
+} exponents;
+
+INLINE exponents exponents_of(dpl_code f, words scale0, words scale1) {
+    exponents e;
+    const words least_usual = (words){0} + 32, most_usual = (words){0} + 222;
+    const words out = (scale0 < least_usual) | (scale0 > most_usual) | (scale1 < least_usual) |
+                      (scale1 > most_usual);
+    e.more[0] = (scale0 - (int16_t)exponent_bias(f)) << 7;
+    e.more[1] = (scale1 - (int16_t)exponent_bias(f)) << 7;
+    line any;
+    memcpy(&any, &out, sizeof any);
+#if defined(__AVX512F__)
+    e.usual = _mm512_test_epi32_mask(any, any) == 0;
+#else
+    e.usual = _mm256_testz_si256(any, any);
+#endif
+    return e;
+}
+
+// Any codes and exponents.
+static __attribute__((noinline)) void expand_any(dpl_code f, line codes, const exponents *e,
+                                                 uint16_t *y) {
+    uint8_t code[LINE_CODES];
+    int16_t more[LINE_CODES];
+    memcpy(code, &codes, sizeof code);
+    memcpy(more, e->more, sizeof more);
+    for (size_t j = 0; j < LINE_CODES; j++)
+        y[j] = dpl_f32_to_bf16(dpl_code_to_f32(f, code[j]) *
+                               dpl_e8m0_to_f32((uint8_t)((more[j] >> 7) + exponent_bias(f))));
 }
 
 #if defined(__AVX512BW__)
@@ -433,63 +474,150 @@ INLINE __m512i small_steps(dpl_code f) {
     return _mm512_broadcast_i32x4(f == DPL_E4M3 ? e4m3 : e5m2);
 }
 
-// A line, of which no code is infinite or NaN, and no number outside of bf16's normal ones.
-INLINE void expand_words(dpl_code f, const uint8_t *codes, const __m512i more[2], uint16_t *y) {
+// With subnormal codes and zeros.
+static __attribute__((noinline)) void expand_small(dpl_code f, line codes, const exponents *e,
+                                                   uint16_t *y) {
     const int m = mantissa_bits(f), shift = 7 - m;
-    const __m512i line = bits_at(codes), a = _mm512_and_si512(line, _mm512_set1_epi8(0x7f));
+    const __m512i a = _mm512_and_si512(codes, _mm512_set1_epi8(0x7f));
     const __mmask64 small = _mm512_cmplt_epi8_mask(a, _mm512_set1_epi8((char)(1 << m)));
     const __mmask64 some = _mm512_test_epi8_mask(a, a);
     const __m512i steps = _mm512_mask_shuffle_epi8(a, small, small_steps(f), a);
     for (int h = 0; h < 2; h++) {
-        const __m256i s = _mm512_extracti64x4_epi64(steps, h);
-        const __m256i c = _mm256_loadu_si256((const __m256i *)(const void *)(codes + 32 * h));
+        const __m256i s = h ? _mm512_extracti64x4_epi64(steps, 1) : _mm512_castsi512_si256(steps);
+        const __m256i c = h ? _mm512_extracti64x4_epi64(codes, 1) : _mm512_castsi512_si256(codes);
         const __m512i scaled = (__m512i)((word_lanes)_mm512_cvtepi8_epi16(s) << shift);
-        const __m512i number = _mm512_maskz_add_epi16((__mmask32)(some >> 32 * h), scaled, more[h]);
+        const __m512i number = _mm512_maskz_add_epi16((__mmask32)(some >> 32 * h), scaled,
+                                                      (__m512i)e->more[h]);
         _mm512_storeu_si512(y + 32 * h, _mm512_ternarylogic_epi32(number, _mm512_cvtepi8_epi16(c),
                                                                   WORDS(0x8000), 0xf8));
     }
 }
-
-INLINE bool usual_codes(dpl_code f, const uint8_t *codes) {
-    const __m512i a = _mm512_and_si512(bits_at(codes), _mm512_set1_epi8(0x7f));
-    return !_mm512_cmpge_epi8_mask(a, _mm512_set1_epi8(f == DPL_E4M3 ? 0x7f : 0x7c));
-}
-
-// The exponents of a line, and whether no number there leaves bf16's normal ones.
-INLINE bool usual_scales(dpl_code f, const uint16_t *scales, __m512i more[2]) {
-    __mmask32 out = 0;
-    for (int h = 0; h < 2; h++) {
-        const __m512i scale = bits_at(scales + 32 * h);
-        out |= _mm512_cmpgt_epu16_mask(_mm512_sub_epi16(scale, WORDS(32)), WORDS(190));
-        more[h] = _mm512_slli_epi16(_mm512_sub_epi16(scale, WORDS(exponent_bias(f))), 7);
-    }
-    return !out;
-}
-#endif
-
-INLINE void expand_as(dpl_code f, bool moves, size_t n_lines, const uint8_t *codes,
-                      const uint16_t *scales, size_t step, uint16_t *y) {
-#if defined(__AVX512BW__)
-    __m512i more[2];
-    bool usual = usual_scales(f, scales, more);
-    for (size_t i = 0; i < n_lines; i++, codes += 64, scales += step, y += 64) {
-        if (moves && i > 0) usual = usual_scales(f, scales, more);
-        if (__builtin_expect(usual && usual_codes(f, codes), 1)) expand_words(f, codes, more, y);
-        else expand_numbers(f, 64, codes, scales, y);
-    }
 #else
-    (void)moves;
-    for (size_t i = 0; i < n_lines; i++)
-        expand_numbers(f, 64, codes + 64 * i, scales + step * i, y + 64 * i);
+#define expand_small expand_any
 #endif
+
+// A code shifted to the place of bf16's exponent and mantissa, with its sign above, is the number
+// but for its exponent's bias.
+INLINE void expand_halves(dpl_code f, line codes, const exponents *e, uint16_t *y[2]) {
+    uint16_t both[LINE_CODES];
+    if (__builtin_expect(!e->usual, 0)) {
+        expand_any(f, codes, e, both);
+        for (int h = 0; h < 2; h++) memcpy(y[h], both + LINE_CODES / 2 * h, LINE_CODES);
+    } else if (__builtin_expect(ANY_WITHOUT(codes, f == DPL_E4M3 ? 0x78 : 0x7c), 0)) {
+        expand_small(f, codes, e, both);
+        for (int h = 0; h < 2; h++) memcpy(y[h], both + LINE_CODES / 2 * h, LINE_CODES);
+    } else {
+        const line apart = EIGHTS_APART(codes), zero = (line){0};
+        const words high[2] = {(words)OP(unpacklo_epi8)(zero, apart),
+                               (words)OP(unpackhi_epi8)(zero, apart)};
+        for (int h = 0; h < 2; h++) {
+            const int shift = f == DPL_E4M3 ? 4 : 3, kept = f == DPL_E4M3 ? 0x87ff : 0x8fff;
+            const words number = ((high[h] >> shift) & (int16_t)kept) + e->more[h];
+            memcpy(y[h], &number, sizeof number);
+        }
+    }
 }
 
-static void quant_mx_expand(dpl_code format, size_t n_lines, const uint8_t *codes,
-                            const uint16_t *scales, size_t step, uint16_t *y) {
-    if (n_lines == 0) return;
-    if (format == DPL_E5M2) expand_as(DPL_E5M2, true, n_lines, codes, scales, step, y);
-    else if (step) expand_as(DPL_E4M3, true, n_lines, codes, scales, step, y);
-    else expand_as(DPL_E4M3, false, n_lines, codes, scales, step, y);
+INLINE void expand_line(dpl_code f, line codes, const exponents *e, uint16_t *y) {
+    uint16_t *halves[2] = {y, y + LINE_CODES / 2};
+    expand_halves(f, codes, e, halves);
+}
+
+// n < LINE_CODES.
+INLINE void expand_few(dpl_code f, size_t n, const uint8_t *codes, const exponents *e,
+                       uint16_t *y) {
+    uint8_t in[LINE_CODES];
+    uint16_t out[LINE_CODES];
+    memset(in, 1 << mantissa_bits(f), sizeof in); // not small
+    memcpy(in, codes, n);
+    expand_line(f, line_at(in), e, out);
+    memcpy(y, out, n * sizeof *y);
+}
+
+INLINE words words_of(const uint8_t *bytes) {
+    typedef uint8_t half_line __attribute__((vector_size(LINE_CODES / 2)));
+    half_line b;
+    memcpy(&b, bytes, sizeof b);
+    return __builtin_convertvector(b, words);
+}
+
+INLINE void expand_pairs_as(dpl_code f, size_t n_blocks, const uint8_t *codes,
+                            const uint8_t *scales, uint16_t *y, ptrdiff_t ahead) {
+    for (size_t i = 0; i < n_blocks; i++, scales += 32) {
+        uint8_t twice[64];
+        for (int j = 0; j < 32; j++) twice[2 * j] = twice[2 * j + 1] = scales[j];
+        exponents e[64 / LINE_CODES];
+        for (size_t j = 0; j < DPL_COUNT(e); j++)
+            e[j] = exponents_of(f, words_of(twice + j * LINE_CODES),
+                                words_of(twice + j * LINE_CODES + LINE_CODES / 2));
+        for (size_t l = 0; l < 16; l++) {
+            __builtin_prefetch(codes + ahead, 0, 2);
+            for (size_t j = 0; j < DPL_COUNT(e); j++, codes += LINE_CODES, y += LINE_CODES)
+                expand_line(f, line_at(codes), &e[j], y);
+        }
+    }
+}
+
+// Half as many columns as a line has: two rows at a time.
+INLINE void expand_half_columns(dpl_code f, size_t m, const uint8_t *codes, size_t ld,
+                                const uint8_t *scales, uint16_t *y, size_t ld_y) {
+    const exponents e = exponents_of(f, words_of(scales), words_of(scales));
+    uint16_t unused[LINE_CODES / 2];
+    for (size_t r = 0; r < m; r += 2) {
+        const size_t second = r + 1 < m ? r + 1 : r;
+        uint8_t two[LINE_CODES];
+        memcpy(two, codes + r * ld, LINE_CODES / 2);
+        memcpy(two + LINE_CODES / 2, codes + second * ld, LINE_CODES / 2);
+        uint16_t *halves[2] = {y + r * ld_y, second > r ? y + second * ld_y : unused};
+        expand_halves(f, line_at(two), &e, halves);
+    }
+}
+
+INLINE void expand_columns_as(dpl_code f, size_t m, size_t n, const uint8_t *codes, size_t ld,
+                              const uint8_t *scales, uint16_t *y, size_t ld_y) {
+    for (size_t c = 0; c < n; c += LINE_CODES) {
+        const size_t some = DPL_MIN(n - c, (size_t)LINE_CODES);
+        uint8_t scale[LINE_CODES];
+        memset(scale, 127, sizeof scale);
+        memcpy(scale, scales + c, some);
+        if (2 * some == LINE_CODES) {
+            expand_half_columns(f, m, codes + c, ld, scale, y + c, ld_y);
+            break;
+        }
+        const exponents e = exponents_of(f, words_of(scale), words_of(scale + LINE_CODES / 2));
+        for (size_t r = 0; r < m; r++)
+            if (some == LINE_CODES)
+                expand_line(f, line_at(codes + r * ld + c), &e, y + r * ld_y + c);
+            else expand_few(f, some, codes + r * ld + c, &e, y + r * ld_y + c);
+    }
+}
+
+INLINE void expand_row_as(dpl_code f, size_t n, const uint8_t *codes, const uint8_t *scales,
+                          uint16_t *y) {
+    for (size_t c = 0; c < n; c += LINE_CODES) {
+        const int16_t s0 = scales[c / 32], s1 = c + 32 < n ? scales[(c + LINE_CODES / 2) / 32] : s0;
+        const exponents e = exponents_of(f, (words){0} + s0, (words){0} + s1);
+        if (n - c >= LINE_CODES) expand_line(f, line_at(codes + c), &e, y + c);
+        else expand_few(f, n - c, codes + c, &e, y + c);
+    }
+}
+
+static void quant_expand_pairs(dpl_code f, size_t n_blocks, const uint8_t *codes,
+                               const uint8_t *scales, uint16_t *y, ptrdiff_t ahead) {
+    if (f == DPL_E4M3) expand_pairs_as(DPL_E4M3, n_blocks, codes, scales, y, ahead);
+    else expand_pairs_as(DPL_E5M2, n_blocks, codes, scales, y, ahead);
+}
+
+static void quant_expand_columns(dpl_code f, size_t m, size_t n, const uint8_t *codes, size_t ld,
+                                 const uint8_t *scales, uint16_t *y, size_t ld_y) {
+    if (f == DPL_E4M3) expand_columns_as(DPL_E4M3, m, n, codes, ld, scales, y, ld_y);
+    else expand_columns_as(DPL_E5M2, m, n, codes, ld, scales, y, ld_y);
+}
+
+static void quant_expand_row(dpl_code f, size_t n, const uint8_t *codes, const uint8_t *scales,
+                             uint16_t *y) {
+    if (f == DPL_E4M3) expand_row_as(DPL_E4M3, n, codes, scales, y);
+    else expand_row_as(DPL_E5M2, n, codes, scales, y);
 }
 
 /* ---- NVFP4 ----------------------------------------------------------------------------------- */
@@ -629,6 +757,7 @@ INLINE void nv_row(dpl_dtype dtype, bool by_chance, const dpl_nv_rows *b, size_t
         memcpy(last, (const uint8_t *)b->x + (r * b->ld + 16 * whole) * size, rest * size);
         nv_run(dtype, by_chance, 1, last, 0, b->tensor_scale[r], random + 16 * n_blocks, last_codes,
                scales + whole);
+        if (rest % 2) last_codes[rest / 2] &= 0xf; // also in a block of NaN
         memcpy(codes + 8 * whole, last_codes, dpl_div_up(rest, 2));
     }
 }
@@ -659,6 +788,6 @@ static void quant_nv_rows(const dpl_nv_rows *b) {
         else nv_row(DPL_BF16, false, b, r);
 }
 
-#define QUANT_KERNELS                                                                         \
-    quant_encode, quant_decode, quant_mx_rows, quant_mx_columns, quant_mx_expand, quant_amax, \
-        quant_nv_rows
+#define QUANT_KERNELS                                                                \
+    quant_encode, quant_decode, quant_mx_rows, quant_mx_columns, quant_expand_pairs, \
+        quant_expand_columns, quant_expand_row, quant_amax, quant_nv_rows

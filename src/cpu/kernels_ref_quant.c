@@ -47,12 +47,27 @@ static void mx_columns(const dpl_mx_block *b) {
         quantize_block(b, c, c, b->m, b->ld, b->ld_codes, b->scales + c);
 }
 
-static void mx_expand(dpl_code format, size_t n_lines, const uint8_t *codes, const uint16_t *scales,
-                      size_t step, uint16_t *y) {
-    for (size_t i = 0; i < n_lines; i++, scales += step)
-        for (size_t j = 0; j < 64; j++)
-            *y++ = dpl_f32_to_bf16(dpl_code_to_f32(format, *codes++) *
-                                   dpl_e8m0_to_f32((uint8_t)scales[j]));
+static uint16_t expanded(dpl_code format, uint8_t code, uint8_t scale) {
+    return dpl_f32_to_bf16(dpl_code_to_f32(format, code) * dpl_e8m0_to_f32(scale));
+}
+
+static void expand_pairs(dpl_code format, size_t n_blocks, const uint8_t *codes,
+                         const uint8_t *scales, uint16_t *y, ptrdiff_t ahead) {
+    (void)ahead;
+    for (size_t i = 0; i < n_blocks * 1024; i++)
+        y[i] = expanded(format, codes[i], scales[i / 1024 * 32 + i % 64 / 2]);
+}
+
+static void expand_columns(dpl_code format, size_t m, size_t n, const uint8_t *codes, size_t ld,
+                           const uint8_t *scales, uint16_t *y, size_t ld_y) {
+    for (size_t r = 0; r < m; r++)
+        for (size_t c = 0; c < n; c++)
+            y[r * ld_y + c] = expanded(format, codes[r * ld + c], scales[c]);
+}
+
+static void expand_row(dpl_code format, size_t n, const uint8_t *codes, const uint8_t *scales,
+                       uint16_t *y) {
+    for (size_t c = 0; c < n; c++) y[c] = expanded(format, codes[c], scales[c / 32]);
 }
 
 static float amax_of(dpl_dtype dtype, const void *x, size_t n) {
@@ -88,6 +103,6 @@ static void nv_rows(const dpl_nv_rows *b) {
 }
 
 void dpl_kernels_ref_quant(dpl_kernels *k) {
-    k->quant = (dpl_quant_kernels){encode,    decode,  mx_rows, mx_columns,
-                                   mx_expand, amax_of, nv_rows};
+    k->quant = (dpl_quant_kernels){encode,         decode,     mx_rows, mx_columns, expand_pairs,
+                                   expand_columns, expand_row, amax_of, nv_rows};
 }

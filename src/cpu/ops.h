@@ -302,10 +302,10 @@ static inline size_t dpl_mx_column_blocks(size_t n_groups, size_t n_rows) {
     return n_rows / DPL_MX_BLOCK + n_groups;
 }
 
-// x (rows, n) in one pass. by_row: codes (rows, n), scales (rows, ceil(n / 32)). by_column: codes
+// x (rows, n) in one pass, where `map` says. by_row: codes (rows, n), scales (rows, ceil(n / 32)). by_column: codes
 // (rows, n), scales (column_blocks(), n).
-void dpl_mx_quantize(dpl_ctx *ctx, dpl_mat x, dpl_groups groups, size_t n, dpl_code format,
-                     dpl_scale_rule rule, dpl_mx by_row, dpl_mx by_column);
+void dpl_mx_quantize(dpl_ctx *ctx, dpl_mat x, dpl_row_map map, dpl_groups groups, size_t n,
+                     dpl_code format, dpl_scale_rule rule, dpl_mx by_row, dpl_mx by_column);
 
 // How the operands of products become MXFP8.
 typedef struct dpl_mx_rule {
@@ -313,22 +313,18 @@ typedef struct dpl_mx_rule {
     dpl_scale_rule scale;
 } dpl_mx_rule;
 
-// A weight in MXFP8, twice, since its contraction is along k in forward and along n in dgrad. Codes
-// lie as BF16 weights do, [group][n / 32][k / 2][32][2], k rounded up to whole blocks, zeros after
-// its end. Scales: forward [group][n / 32][k / 32][32], dgrad [group][n / 32][k].
+// A weight in MXFP8, twice, since its contraction is along k in forward and along n in dgrad. In
+// forward codes lie as BF16 weights do, [group][n / 32][k / 2][32][2], scales [group][n / 32][k /
+// 32][32]; in dgrad so do those of the transposed weight, [group][k / 32][n / 2][32][2] and
+// [group][k / 32][n / 32][32]. n and k are rounded up to whole blocks, with zeros after their ends.
 enum { DPL_MX_FORWARD, DPL_MX_DGRAD };
 struct dpl_mx_weight {
     dpl_mx_rule rule;
     uint8_t *codes[2], *scales[2];
 };
-static inline size_t dpl_mx_depth(size_t k) {
-    return dpl_round_up(k, DPL_MX_BLOCK);
-}
-// Bytes of one of codes[], of scales[FORWARD] and of scales[DGRAD].
-static inline void dpl_mx_weight_bytes(size_t n_groups, size_t n, size_t k, size_t bytes_out[3]) {
-    const size_t elems = n_groups * dpl_round_up(n, DPL_PANEL) * dpl_mx_depth(k);
-    bytes_out[0] = elems;
-    bytes_out[1] = bytes_out[2] = elems / DPL_MX_BLOCK;
+// Bytes of each of codes[]; a 32nd of it of each of scales[].
+static inline size_t dpl_mx_weight_bytes(size_t n_groups, size_t n, size_t k) {
+    return n_groups * dpl_round_up(n, DPL_MX_BLOCK) * dpl_round_up(k, DPL_MX_BLOCK);
 }
 // From panels in F32.
 void dpl_mx_weight_pack(dpl_ctx *ctx, const float *panels, size_t n_groups, size_t n, size_t k,

@@ -1,29 +1,21 @@
-// quant.h - what the grouped GEMM has from quantization: operands rounded to MXFP8 as it packs
-// them, and pieces of quantized weights as bf16.
+// quant.h - what the grouped GEMM has from quantization.
 #pragma once
 
 #include "cpu/kernels.h"
 #include "cpu/ops.h"
 
-#define DPL_MX_LINE 64 // codes that are expanded together
+// Rows x (m, n <= 512) rounded to MXFP8, in blocks along them, in bf16: y (m, n).
+void dpl_mx_round_rows(const dpl_quant_kernels *q, dpl_code format, dpl_scale_rule rule, dpl_mat x,
+                       size_t m, size_t n, uint16_t *y);
 
-// A slab of m x n numbers, of which the result has n rounded up to whole lines a row.
-typedef struct dpl_mx_slab {
-    dpl_code format;
-    dpl_scale_rule rule;
-    dpl_mat x;
-    size_t m, n;
-} dpl_mx_slab;
-static inline size_t dpl_mx_width(size_t n) {
-    return dpl_round_up(n, DPL_MX_LINE);
-}
+// Rows l .. l + depth - 1 of a panel (of all groups' in a row) as pairs of bf16, [l / 2][32][2]; l:
+// whole blocks. panel_depth: rows of a panel, whole blocks; way: DPL_MX_FORWARD or DPL_MX_DGRAD.
+// Codes so far ahead in memory are fetched.
+void dpl_mx_expand_panel(const dpl_quant_kernels *q, const dpl_mx_weight *w, int way,
+                         size_t panel_depth, size_t panel, size_t l, size_t depth, ptrdiff_t ahead,
+                         uint16_t *pairs);
 
-// The slab rounded to MXFP8, in bf16 (m, dpl_mx_width(n)), in blocks along its rows, or down its
-// columns, from the first on. What follows column n of a row is anything. n: at most 512.
-void dpl_mx_round_rows(const dpl_quant_kernels *q, const dpl_mx_slab *s, uint16_t *y);
-void dpl_mx_round_columns(const dpl_quant_kernels *q, const dpl_mx_slab *s, uint16_t *y);
-
-// Rows l .. l + depth - 1 of a panel (of all groups' in a row) as pairs of bf16, [l / 2][32][2];
-// l and depth: whole blocks, or up to the end of k. way: DPL_MX_FORWARD or DPL_MX_DGRAD.
-void dpl_mx_expand_panel(const dpl_quant_kernels *q, const dpl_mx_weight *w, int way, size_t k,
-                         size_t panel, size_t l, size_t depth, uint16_t *pairs);
+// Rows first .. first + m - 1 and columns col .. col + n - 1 of codes that dpl_mx_quantize() made by
+// column, in bf16: y (m, n). block: that of the first row.
+void dpl_mx_expand_columns(const dpl_quant_kernels *q, dpl_code format, dpl_mx codes, size_t first,
+                           size_t block, size_t m, size_t col, size_t n, uint16_t *y);

@@ -25,18 +25,17 @@ static bool is_expert(dpl_param_id id) {
 }
 
 static dpl_status quantize_param(dpl_model *m, dpl_param *p, dpl_mx_rule rule) {
-    size_t bytes[3];
-    dpl_mx_weight_bytes(p->n_groups, p->n, p->k, bytes);
+    const size_t bytes = dpl_mx_weight_bytes(p->n_groups, p->n, p->k);
     p->mx.rule = rule;
     for (int way = 0; way < 2; way++) {
-        p->mx.codes[way] = dpl_alloc(bytes[0]);
-        p->mx.scales[way] = dpl_alloc(bytes[1 + way]);
+        p->mx.codes[way] = dpl_alloc(bytes);
+        p->mx.scales[way] = dpl_alloc(bytes / DPL_MX_BLOCK);
         if (!p->mx.codes[way] || !p->mx.scales[way])
             return dpl_fail(DPL_ENOMEM, "no memory for %.3f GB of MXFP8 weights",
-                            1e-9 * (double)bytes[0]);
+                            1e-9 * (double)bytes);
     }
     m->mx_elems += p->elems;
-    m->mx_bytes += 2 * bytes[0] + bytes[1] + bytes[2];
+    m->mx_bytes += 2 * (bytes + bytes / DPL_MX_BLOCK);
     return DPL_OK;
 }
 
