@@ -372,22 +372,99 @@ INLINE void mx_strip(dpl_code f, dpl_scale_rule rule, dpl_dtype dtype, size_t m,
     strip_codes(f, rule, dtype, m, x, ld, scale, codes, ld_codes);
 }
 
+// Many columns go row by row, as memory likes it: first the largest magnitudes, then codes.
+#define MX_WIDE 2048
+
+typedef struct wide_block {
+    uint32_t amax[MX_WIDE]; // bits
+#if defined(__AVX512BW__)
+    int16_t less[MX_WIDE];
+#else
+    float inverse[MX_WIDE];
+#endif
+} wide_block;
+
+// n: whole STRIPs up to MX_WIDE.
+INLINE void wide_maxima(dpl_dtype dtype, size_t m, size_t n, const void *x, size_t ld,
+                        wide_block *w) {
+    memset(w->amax, 0, n * sizeof *w->amax);
+    for (size_t r = 0; r < m; r++)
+        for (size_t c = 0; c < n; c += REG) {
+            reg_u32 amax;
+            memcpy(&amax, w->amax + c, sizeof amax);
+            amax = greatest(amax, magnitude(load_any(dtype, x, r * ld + c)));
+            memcpy(w->amax + c, &amax, sizeof amax);
+        }
+}
+
+// Whether all of the scales are of usual size, and nothing is NaN.
+INLINE bool wide_scales(dpl_code f, dpl_scale_rule rule, size_t n, wide_block *w, uint8_t *scales) {
+    reg_u32 lowest = (reg_u32){0} + 0xff, highest = {0};
+    for (size_t c = 0; c < n; c += REG) {
+        reg_u32 amax;
+        memcpy(&amax, w->amax + c, sizeof amax);
+        const reg_u32 scale = scales_of(rule, f, amax);
+        lowest = least(lowest, scale), highest = greatest(highest, scale);
+        store_codes(scales + c, scale);
+#if defined(__AVX512BW__)
+        const __m512i less = _mm512_slli_epi32((__m512i)(scale - (uint32_t)exponent_bias(f)), 7);
+        _mm256_storeu_si256((__m256i *)(void *)(w->less + c), _mm512_cvtepi32_epi16(less));
+#else
+        store(w->inverse + c, inverse_of(scale));
+#endif
+    }
+    uint32_t low[REG], high[REG];
+    bool usual = true;
+    memcpy(low, &lowest, sizeof low);
+    memcpy(high, &highest, sizeof high);
+    for (size_t j = 0; j < REG; j++) usual &= low[j] >= 32 && high[j] < 0xfe;
+    return usual;
+}
+
+INLINE void wide_codes(dpl_code f, dpl_scale_rule rule, dpl_dtype dtype, size_t m, size_t n,
+                       const void *x, size_t ld, const wide_block *w, uint8_t *codes,
+                       size_t ld_codes) {
+    (void)rule;
+    for (size_t r = 0; r < m; r++, codes += ld_codes) {
+#if defined(__AVX512BW__)
+        for (size_t c = 0; c < n; c += 32)
+            _mm256_storeu_si256(
+                (__m256i *)(void *)(codes + c),
+                word_codes(f, rule, upper_words(dtype, x, r * ld + c), bits_at(w->less + c)));
+#else
+        for (size_t c = 0; c < n; c += REG)
+            store_codes(codes + c,
+                        codes_of(f, load_any(dtype, x, r * ld + c) * load(w->inverse + c)));
+#endif
+    }
+}
+
 INLINE void mx_columns_as(dpl_code f, dpl_scale_rule rule, dpl_dtype dtype, const dpl_mx_block *b) {
-    const size_t size = dpl_dtype_bytes(dtype);
-    size_t c = 0;
-    for (; c + STRIP <= b->n; c += STRIP)
-        mx_strip(f, rule, dtype, b->m, (const uint8_t *)b->x + c * size, b->ld, b->codes + c,
-                 b->ld_codes, b->scales + c);
-    const size_t n = b->n - c;
+    const size_t size = dpl_dtype_bytes(dtype), end = b->n / STRIP * STRIP;
+    wide_block w;
+    for (size_t c = 0, n; c < end; c += n) {
+        const uint8_t *x = (const uint8_t *)b->x + c * size;
+        uint8_t *codes = b->codes + c, *scales = b->scales + c;
+        n = DPL_MIN(end - c, (size_t)MX_WIDE);
+        wide_maxima(dtype, b->m, n, x, b->ld, &w);
+        if (__builtin_expect(wide_scales(f, rule, n, &w, scales), 1))
+            wide_codes(f, rule, dtype, b->m, n, x, b->ld, &w, codes, b->ld_codes);
+        else
+            for (size_t i = 0; i < n; i += STRIP)
+                mx_strip(f, rule, dtype, b->m, x + i * size, b->ld, codes + i, b->ld_codes,
+                         scales + i);
+    }
+    const size_t n = b->n - end;
     if (n == 0) return;
     float x[32 * STRIP] = {0}; // of either type
     uint8_t codes[32 * STRIP], scales[STRIP];
     for (size_t r = 0; r < b->m; r++)
-        memcpy((uint8_t *)x + r * STRIP * size, (const uint8_t *)b->x + (r * b->ld + c) * size,
+        memcpy((uint8_t *)x + r * STRIP * size, (const uint8_t *)b->x + (r * b->ld + end) * size,
                n * size);
     mx_strip(f, rule, dtype, b->m, x, STRIP, codes, STRIP, scales);
-    for (size_t r = 0; r < b->m; r++) memcpy(b->codes + r * b->ld_codes + c, codes + r * STRIP, n);
-    memcpy(b->scales + c, scales, n);
+    for (size_t r = 0; r < b->m; r++)
+        memcpy(b->codes + r * b->ld_codes + end, codes + r * STRIP, n);
+    memcpy(b->scales + end, scales, n);
 }
 
 // A copy for each kind, so that the loops do not ask.

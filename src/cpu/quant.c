@@ -2,13 +2,13 @@
 #include "cpu/quant.h"
 #include "cpu/row_io.h"
 
-#define TASK_COLUMNS ((size_t)1024) // a multiple of DPL_MX_BLOCK
+#define TASK_BYTES ((size_t)256 << 10) // of numbers, which the second way reads from cache
 
 typedef struct mx_args {
     dpl_mat x;
     dpl_row_map map;
     dpl_groups groups;
-    size_t n, tasks_wide;
+    size_t n, wide, tasks_wide; // wide: columns of a task
     dpl_code format;
     dpl_scale_rule rule;
     dpl_mx by_row, by_column;
@@ -61,8 +61,8 @@ static dpl_mat numbers_at(const mx_args *a, void *scratch, size_t row, size_t m,
 // Some columns of up to 32 rows, which come from memory once.
 static void quantize_block(const void *args, const dpl_part *part) {
     const mx_args *a = args;
-    const size_t block = part->i / a->tasks_wide, col = part->i % a->tasks_wide * TASK_COLUMNS;
-    const size_t n = DPL_MIN(a->n - col, TASK_COLUMNS), g = group_of(&a->groups, block);
+    const size_t block = part->i / a->tasks_wide, col = part->i % a->tasks_wide * a->wide;
+    const size_t n = DPL_MIN(a->n - col, a->wide), g = group_of(&a->groups, block);
     const size_t first = (size_t)first_row(&a->groups, g);
     const size_t row = first + (block - dpl_mx_first_block(g, (int64_t)first)) * DPL_MX_BLOCK;
     const size_t end = (size_t)first_row(&a->groups, g + 1);
@@ -89,7 +89,8 @@ static void mx_quantize(dpl_ctx *ctx, const void *args) {
 
 void dpl_mx_quantize(dpl_ctx *ctx, dpl_mat x, dpl_row_map map, dpl_groups groups, size_t n,
                      dpl_code format, dpl_scale_rule rule, dpl_mx by_row, dpl_mx by_column) {
-    const mx_args a = {x,      map,  groups, n,        dpl_div_up(n, TASK_COLUMNS),
+    const size_t wide = TASK_BYTES / DPL_MX_BLOCK / dpl_dtype_bytes(x.dtype);
+    const mx_args a = {x,      map,  groups, n,        wide, dpl_div_up(n, wide),
                        format, rule, by_row, by_column};
     if (groups.n == 0 || groups.n_rows == 0 || n == 0) return;
     DPL_SUBMIT(ctx, mx_quantize, a, {0});
