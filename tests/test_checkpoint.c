@@ -40,7 +40,8 @@ static dpl_config *text_run(const char *run_name, const char *more) {
         "dataset_type=text", "mtp_num_layers=1", "gradient_accumulation_steps=2",
         "per_device_batch_size=2", "learning_rate_schedule_steps=12", "steps=12",
         "warmup_steps_fraction=0.2", "checkpoint_period=100", "save_checkpoint_on_start=false",
-        "load_balance_loss_weight=0.01", more, NULL);
+        "load_balance_loss_weight=0.01", NULL);
+    run_set_all(config, more);
     run_set(config, "dataset_path=%s", path);
     run_set(config, "run_name=%s", run_name);
     return config;
@@ -116,6 +117,7 @@ static void resumed_run_repeats_the_straight_one(void **state) {
     (void)state;
     resumed_bits("dtype=float32");
     resumed_bits("dtype=bfloat16");
+    resumed_bits("dtype=bfloat16 quantization=mxfp8 gmm_quantization=mxfp8");
 }
 
 static void stop_at_line(void *arg, const char *line) {

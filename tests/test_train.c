@@ -151,13 +151,16 @@ static void micro_batches_change_nothing(void **state) {
 static void threads_change_no_bit(void **state) {
     (void)state;
     static const int n_threads[] = {1, 2, 3, 8};
-    static const char *const dtypes[] = {"dtype=float32", "dtype=bfloat16"};
-    for (size_t d = 0; d < 2; d++) {
+    static const char *const kinds[] = {
+        "dtype=float32", "dtype=bfloat16",
+        "dtype=bfloat16 quantization=mxfp8 gmm_quantization=mxfp8 mx_grad_format=e5m2"};
+    for (size_t d = 0; d < DPL_COUNT(kinds); d++) {
         dpl_ctx *ctx[4];
         dpl_trainer *t[4];
         for (int i = 0; i < 4; i++) {
             dpl_config *config = run_config("mtp_num_layers=1", "load_balance_loss_weight=0.01",
-                                            "gradient_accumulation_steps=2", dtypes[d], NULL);
+                                            "gradient_accumulation_steps=2", NULL);
+            run_set_all(config, kinds[d]);
             ctx[i] = run_ctx(n_threads[i]);
             t[i] = run_open(ctx[i], config);
             run_steps(t[i], 3);
@@ -519,8 +522,63 @@ static void bf16_trains(void **state) {
     dpl_ctx_close(&ctx);
 }
 
+// Codes are those of the weights, also after steps and evaluation; and the loss falls as in bf16.
+static void mxfp8_trains(void **state) {
+    (void)state;
+    static const char *const kinds[] = {"", "gmm_quantization=mxfp8 quantization=mxfp8",
+                                        "gmm_quantization=mxfp8", "quantization=mxfp8"};
+    double first = 0, losses[DPL_COUNT(kinds)];
+    for (size_t i = 0; i < DPL_COUNT(kinds); i++) {
+        dpl_ctx *ctx = run_ctx(2);
+        dpl_config *config = run_config("dtype=bfloat16", "steps=40", NULL);
+        run_set_all(config, kinds[i]);
+        dpl_trainer *t = run_open(ctx, config);
+        if (i == 0) first = run_steps(t, 1).loss;
+        losses[i] = run_steps(t, i ? 31 : 30).loss;
+        size_t n_quantized = 0;
+        for (size_t j = 0; j < t->model->params.n; j++) {
+            const dpl_param *p = &t->model->params.list[j];
+            const size_t bytes = dpl_mx_weight_bytes(p->n_groups, p->n, p->k);
+            if (!p->mx.codes[0]) continue;
+            n_quantized++;
+            dpl_mx_weight own = p->mx;
+            for (int way = 0; way < 2; way++)
+                own.codes[way] = dpl_alloc(bytes), own.scales[way] = dpl_alloc(bytes / 32);
+            dpl_mx_weight_pack(ctx, t->model->params.master + p->offset, p->n_groups, p->n, p->k,
+                               &own);
+            for (int way = 0; way < 2; way++) {
+                assert_memory_equal(own.codes[way], p->mx.codes[way], bytes);
+                assert_memory_equal(own.scales[way], p->mx.scales[way], bytes / 32);
+                dpl_free(own.codes[way]), dpl_free(own.scales[way]);
+            }
+        }
+        assert_int_equal(n_quantized > 0, i > 0);
+        dpl_trainer_close(&t);
+        dpl_config_close(&config);
+        dpl_ctx_close(&ctx);
+    }
+    for (size_t i = 1; i < DPL_COUNT(kinds); i++) {
+        assert_true(losses[i] != losses[0]); // something was rounded
+        assert_true(fabs(losses[i] - losses[0]) < 0.01 * (first - losses[0]));
+    }
+}
+
+static void mxfp8_needs_bf16(void **state) {
+    (void)state;
+    dpl_ctx *ctx = run_ctx(1);
+    dpl_config *config = run_config("dtype=float32", "gmm_quantization=mxfp8", NULL);
+    dpl_trainer *t = NULL;
+    assert_int_equal(dpl_trainer_open(ctx, config, &t), DPL_EINVAL);
+    assert_non_null(strstr(dpl_error_message(), "quantization needs dtype=bfloat16"));
+    assert_null(t);
+    dpl_config_close(&config);
+    dpl_ctx_close(&ctx);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(mxfp8_trains),
+        cmocka_unit_test(mxfp8_needs_bf16),
         cmocka_unit_test(ten_steps_of_maxtext),
         cmocka_unit_test(micro_batches_change_nothing),
         cmocka_unit_test(threads_change_no_bit),

@@ -55,6 +55,13 @@ void run_set(dpl_config *config, const char *format, ...) {
     check_ok(dpl_config_set(config, text));
 }
 
+void run_set_all(dpl_config *config, const char *list) {
+    for (const char *p = list, *end; p; p = *end ? end + 1 : NULL) {
+        end = strchr(p, ' ') ? strchr(p, ' ') : p + strlen(p);
+        if (end > p) run_set(config, "%.*s", (int)(end - p), p);
+    }
+}
+
 dpl_config *run_config(const char *assignment, ...) {
     dpl_config *config = NULL;
     check_ok(dpl_config_open(NULL, &config));

@@ -11,6 +11,7 @@
 // then the assignments, which end with NULL. The test fails where one is refused.
 dpl_config *run_config(const char *assignment, ...);
 void run_set(dpl_config *config, const char *format, ...) __attribute__((format(printf, 2, 3)));
+void run_set_all(dpl_config *config, const char *list); // assignments with spaces between them
 dpl_ctx *run_ctx(int n_threads);
 dpl_trainer *run_open(dpl_ctx *ctx, const dpl_config *config);
 // Makes n steps; the metrics of the last one.
