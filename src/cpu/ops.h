@@ -302,8 +302,8 @@ static inline size_t dpl_mx_column_blocks(size_t n_groups, size_t n_rows) {
     return n_rows / DPL_MX_BLOCK + n_groups;
 }
 
-// x (rows, n) in one pass, where `map` says. by_row: codes (rows, n), scales (rows, ceil(n / 32)). by_column: codes
-// (rows, n), scales (column_blocks(), n).
+// x (rows, n), whose rows lie where `map` says, in one pass. by_row: codes (rows, n), scales (rows,
+// ceil(n / 32)). by_column: codes (rows, n), scales (column_blocks(), n).
 void dpl_mx_quantize(dpl_ctx *ctx, dpl_mat x, dpl_row_map map, dpl_groups groups, size_t n,
                      dpl_code format, dpl_scale_rule rule, dpl_mx by_row, dpl_mx by_column);
 

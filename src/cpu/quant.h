@@ -15,7 +15,7 @@ void dpl_mx_expand_panel(const dpl_quant_kernels *q, const dpl_mx_weight *w, int
                          size_t panel_depth, size_t panel, size_t l, size_t depth, ptrdiff_t ahead,
                          uint16_t *pairs);
 
-// Rows first .. first + m - 1 and columns col .. col + n - 1 of codes that dpl_mx_quantize() made by
-// column, in bf16: y (m, n). block: that of the first row.
+// Rows first .. first + m - 1 and columns col .. col + n - 1 of codes that dpl_mx_quantize() made
+// by column, in bf16: y (m, n). block: that of the first row.
 void dpl_mx_expand_columns(const dpl_quant_kernels *q, dpl_code format, dpl_mx codes, size_t first,
                            size_t block, size_t m, size_t col, size_t n, uint16_t *y);
