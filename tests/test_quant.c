@@ -337,6 +337,33 @@ static void test_alone(void **state) {
     dpl_ctx_close(&one);
 }
 
+// Half a step of the mantissa, 2^-4 of a number, or half the last step of the block: by the rule
+// that never saturates the largest number is at most 448 scales, at least 224.
+static void test_errors(void **state) {
+    (void)state;
+    enum { ROWS = 64, N = 512 };
+    static float x[ROWS * N];
+    for (size_t i = 0; i < ROWS * N; i++) x[i] = (float)dpl_rng_normal(4, 0, i);
+    dpl_ctx *ctx = lab_ctx(2, false, dpl_cpu_level_name(dpl_cpu_level_machine()));
+    mx_out out = quantize(ctx, x, DPL_F32, ROWS, N, NULL, 1, DPL_E4M3, DPL_SCALE_UP);
+    double squares = 0, errors = 0, worst = 0;
+    for (size_t i = 0; i < ROWS * N; i++) {
+        const uint8_t scale = out.rows.scales[i / 32];
+        const double error = fabs((double)number(DPL_E4M3, out.rows.codes[i], scale) -
+                                  (double)x[i]);
+        const double bound = fmax(fabs((double)x[i]) * 0x1p-4,
+                                  (double)dpl_e8m0_to_f32(scale) * 0x1p-10);
+        assert_true(error <= bound);
+        worst = fmax(worst, error / bound);
+        errors += error * error, squares += (double)x[i] * (double)x[i];
+    }
+    printf("MXFP8 of normal numbers: error %.4f of their size (rms), up to %.3f of the bound\n",
+           sqrt(errors / squares), worst);
+    assert_true(sqrt(errors / squares) < 0.03);
+    free_mx(&out);
+    dpl_ctx_close(&ctx);
+}
+
 /* ---- NVFP4 ----------------------------------------------------------------------------------- */
 // A set of vectors with one scale for the tensor, by the kernel of a level.
 static void compare_nv(const dpl_kernels *k, const char *set, bool packed) {
@@ -508,12 +535,13 @@ int main(void) {
     const char *root = fixture_root();
     if (root && !fixture_open(fixture_path("formats.safetensors"), &reference)) return 1;
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_tables),    cmocka_unit_test(test_codes),
-        cmocka_unit_test(test_scales),    cmocka_unit_test(test_floats),
-        cmocka_unit_test(test_matrix),    cmocka_unit_test(test_tail),
-        cmocka_unit_test(test_nv),        cmocka_unit_test(test_nv_rows),
-        cmocka_unit_test(test_nv_faults), cmocka_unit_test(test_groups),
-        cmocka_unit_test(test_alone),     cmocka_unit_test(test_faults)};
+        cmocka_unit_test(test_tables),  cmocka_unit_test(test_codes),
+        cmocka_unit_test(test_scales),  cmocka_unit_test(test_floats),
+        cmocka_unit_test(test_matrix),  cmocka_unit_test(test_tail),
+        cmocka_unit_test(test_errors),  cmocka_unit_test(test_nv),
+        cmocka_unit_test(test_nv_rows), cmocka_unit_test(test_nv_faults),
+        cmocka_unit_test(test_groups),  cmocka_unit_test(test_alone),
+        cmocka_unit_test(test_faults)};
     const int n_failed = cmocka_run_group_tests(tests, NULL, NULL);
     fixture_close(&reference);
     return n_failed;
