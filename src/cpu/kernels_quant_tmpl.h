@@ -308,8 +308,12 @@ INLINE void mx_run(dpl_code f, dpl_scale_rule rule, dpl_dtype dtype, size_t n_bl
 }
 
 INLINE void mx_rows_as(dpl_code f, dpl_scale_rule rule, dpl_dtype dtype, const dpl_mx_block *b) {
-    const size_t whole = b->n / 32, rest = b->n % 32, size = dpl_dtype_bytes(dtype);
-    for (size_t r = 0; r < b->m; r++) {
+    size_t whole = b->n / 32, m = b->m;
+    const size_t rest = b->n % 32, size = dpl_dtype_bytes(dtype);
+    // Rows that follow each other without a gap are one.
+    if (rest == 0 && b->ld == b->n && b->ld_codes == b->n && b->ld_scales == whole && m > 0)
+        whole *= m, m = 1;
+    for (size_t r = 0; r < m; r++) {
         uint8_t *codes = b->codes + r * b->ld_codes, *scales = b->scales + r * b->ld_scales;
         for (size_t i = 0; i < whole; i += REG)
             mx_run(f, rule, dtype, DPL_MIN(whole - i, (size_t)REG), b->x, r * b->ld + 32 * i,

@@ -97,20 +97,27 @@ void dpl_mx_quantize(dpl_ctx *ctx, dpl_mat x, dpl_row_map map, dpl_groups groups
 }
 
 /* ---- operands of products -------------------------------------------------------------------- */
+#define ROUND_ROWS  16
+#define ROUND_WIDTH 512
+
 void dpl_mx_round_rows(const dpl_quant_kernels *q, dpl_code format, dpl_scale_rule rule, dpl_mat x,
                        size_t m, size_t n, uint16_t *y) {
-    uint8_t codes[512], scales[512 / DPL_MX_BLOCK];
-    for (size_t r = 0; r < m; r++, y += n) {
-        const dpl_mx_block b = {.format = format,
-                                .rule = rule,
-                                .dtype = x.dtype,
-                                .m = 1,
-                                .n = n,
-                                .x = dpl_mat_row(x, r),
-                                .codes = codes,
-                                .scales = scales};
+    uint8_t codes[ROUND_ROWS * ROUND_WIDTH], scales[ROUND_ROWS * ROUND_WIDTH / DPL_MX_BLOCK];
+    const bool whole = n % DPL_MX_BLOCK == 0; // then rows are one long row
+    dpl_mx_block b = {.format = format,
+                      .rule = rule,
+                      .dtype = x.dtype,
+                      .n = n,
+                      .codes = codes,
+                      .scales = scales,
+                      .ld = x.ld,
+                      .ld_codes = n,
+                      .ld_scales = dpl_div_up(n, DPL_MX_BLOCK)};
+    for (size_t r = 0; r < m; r += b.m, y += b.m * n) {
+        b.m = DPL_MIN(m - r, whole ? (size_t)ROUND_ROWS : 1);
+        b.x = dpl_mat_row(x, r);
         q->mx_rows(&b);
-        q->expand_row(format, n, codes, scales, y);
+        q->expand_row(format, b.m * n, codes, scales, y);
     }
 }
 
@@ -168,8 +175,9 @@ static void pack_panel(const void *args, const dpl_part *part) {
         uint8_t *to = a->w.codes[DPL_MX_FORWARD] + at * DPL_PANEL;
         quantize_block_32(a, part->q, true, x + l * DPL_PANEL, m, codes,
                           a->w.scales[DPL_MX_FORWARD] + at);
-        for (size_t i = 0; i < DPL_MX_BLOCK * DPL_PANEL; i++)
-            to[i] = codes[i / 64 * 2 + i % 2][i % 64 / 2];
+        for (size_t i = 0; i < DPL_MX_BLOCK; i += 2)
+            for (size_t j = 0; j < DPL_PANEL; j++, to += 2)
+                to[0] = codes[i][j], to[1] = codes[i + 1][j];
         // The same place of the transposed weight.
         const size_t there = (g * depth / DPL_MX_BLOCK + l / DPL_MX_BLOCK) * panels * DPL_PANEL +
                              p * DPL_PANEL;
@@ -177,8 +185,8 @@ static void pack_panel(const void *args, const dpl_part *part) {
         to = a->w.codes[DPL_MX_DGRAD] + there * DPL_PANEL;
         memset(scales, 0, DPL_MX_BLOCK);
         quantize_block_32(a, part->q, false, x + l * DPL_PANEL, m, codes, scales);
-        for (size_t i = 0; i < DPL_MX_BLOCK * DPL_PANEL; i++)
-            to[i] = codes[i % 64 / 2][i / 64 * 2 + i % 2];
+        for (size_t j = 0; j < DPL_PANEL; j += 2)
+            for (size_t i = 0; i < DPL_MX_BLOCK; i++, to += 2) memcpy(to, &codes[i][j], 2);
     }
 }
 
