@@ -563,6 +563,35 @@ static void mxfp8_trains(void **state) {
     }
 }
 
+// What is not finite does not vanish in codes: weights that are NaN or infinite, one at a time.
+static void mxfp8_keeps_what_is_not_finite(void **state) {
+    (void)state;
+    static const dpl_param_id ids[] = {DPL_P_EXPERT_GATE_UP, DPL_P_EXPERT_DOWN, DPL_P_KV_B};
+    dpl_ctx *ctx = run_ctx(2);
+    dpl_config *config = run_config("dtype=bfloat16", NULL);
+    run_set_all(config, "gmm_quantization=mxfp8 quantization=mxfp8");
+    dpl_trainer *t = run_open(ctx, config), *same = run_open(ctx, config);
+    run_steps(t, 2);
+    run_steps(same, 2);
+    for (size_t i = 0; i < 2 * DPL_COUNT(ids); i++) {
+        const dpl_param *p = dpl_model_param(t->model, 1, ids[i / 2]);
+        float *weight = dpl_model_values(t->model, p), kept = weight[5];
+        dpl_step_metrics m;
+        weight[5] = i % 2 ? NAN : INFINITY;
+        dpl_model_requantize(t->model, p);
+        check_error(dpl_trainer_step(t, &m), DPL_ENUMERIC, "step 2", "layer");
+        weight[5] = kept;
+        dpl_model_requantize(t->model, p);
+    }
+    run_steps(t, 1);
+    run_steps(same, 1);
+    run_same_state(t, same);
+    dpl_trainer_close(&t);
+    dpl_trainer_close(&same);
+    dpl_config_close(&config);
+    dpl_ctx_close(&ctx);
+}
+
 static void mxfp8_needs_bf16(void **state) {
     (void)state;
     dpl_ctx *ctx = run_ctx(1);
@@ -578,6 +607,7 @@ static void mxfp8_needs_bf16(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(mxfp8_trains),
+        cmocka_unit_test(mxfp8_keeps_what_is_not_finite),
         cmocka_unit_test(mxfp8_needs_bf16),
         cmocka_unit_test(ten_steps_of_maxtext),
         cmocka_unit_test(micro_batches_change_nothing),
