@@ -182,8 +182,8 @@ static void mxfp8_experts_are_spread(void **state) {
     scratch_close(NULL);
 }
 
-// 151 of known-faults.md: lanes, chunks, messages and both groups of products, over ranks of experts
-// and of data. Sums by host differ by a rounding, after which MXFP8 may round the other way.
+// Lanes, chunks, messages and both groups of products, over ranks of experts and of data (151 of
+// known-faults.md). Sums by host differ by a rounding, after which MXFP8 may round the other way.
 static void mxfp8_on_any_mesh(void **state) {
     (void)state;
     static const shape shapes[] = {{1, 1, 1, ""},

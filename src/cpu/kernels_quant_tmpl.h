@@ -193,20 +193,22 @@ INLINE __m512i bits_at(const void *p) {
 
 // The upper half of each, whose last bit is set too where the lower half is not 0: so much decides
 // how it is rounded.
+INLINE __m512i upper_halves(__m512i low, __m512i high) {
+    const __m512i lower = _mm512_set1_epi32(0xffff), carry = _mm512_set1_epi32(0x10000);
+    const __m512i odds = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37,
+                                          35, 33, 31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7,
+                                          5, 3, 1);
+    __m512i u[2] = {low, high};
+    for (int h = 0; h < 2; h++) {
+        const __m512i carried = _mm512_add_epi32(_mm512_and_si512(u[h], lower), lower);
+        u[h] = _mm512_ternarylogic_epi32(u[h], carried, carry, 0xf8); // a | (b & c)
+    }
+    return _mm512_permutex2var_epi16(u[0], odds, u[1]);
+}
+
 INLINE __m512i upper_words(dpl_dtype dtype, const void *x, size_t i) {
     if (dtype == DPL_BF16) return bits_at((const uint16_t *)x + i);
-    const __m512i low = _mm512_set1_epi32(0xffff), carry = _mm512_set1_epi32(0x10000);
-    __m512i u[2];
-    for (int h = 0; h < 2; h++) {
-        const __m512i all = bits_at((const float *)x + i + 16 * h);
-        const __m512i carried = _mm512_add_epi32(_mm512_and_si512(all, low), low);
-        u[h] = _mm512_ternarylogic_epi32(all, carried, carry, 0xf8); // a | (b & c)
-    }
-    const __m512i odds = _mm512_add_epi32(
-        _mm512_mullo_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0),
-                           _mm512_set1_epi32(0x40004)),
-        _mm512_set1_epi32(0x30001));
-    return _mm512_permutex2var_epi16(u[0], odds, u[1]);
+    return upper_halves(bits_at((const float *)x + i), bits_at((const float *)x + i + 16));
 }
 
 // Scales from which on no subnormal of bf16 comes to anything, and before those of infinities.
@@ -790,9 +792,69 @@ INLINE reg_u32 maxima_16(dpl_dtype dtype, const void *x, size_t at) {
     return amax;
 }
 
+// A number's code is how many of seven products of the block's scale it exceeds: those of the
+// midpoints between codes, of which every second one, a tie to the code above, is taken a bit
+// smaller. They have few bits, so upper words compare as the numbers would. By code of the scale.
+typedef struct nv_midpoints {
+    int16_t word[128][8];
+} nv_midpoints;
+
+static void fill_midpoints(nv_midpoints *to) {
+    typedef int16_t eight __attribute__((vector_size(16)));
+    typedef float eight_f32 __attribute__((vector_size(32)));
+    typedef uint32_t eight_u32 __attribute__((vector_size(32)));
+    const eight_f32 four_times = {1, 3, 5, 7, 10, 14, 20, 0};
+    const eight smaller = {0, 1, 0, 1, 0, 1, 0, 0}, last = {0, 0, 0, 0, 0, 0, 0, 0x7fff};
+    for (int m = 0; m < 16; m++) { // significands of subnormal scales, then of the others
+        const eight_u32 bits = (eight_u32)(four_times * (float)m);
+        const eight words_of_1 = __builtin_convertvector(bits >> 16, eight) - smaller;
+        for (int e = m < 8 ? 0 : 1; e < (m < 8 ? 1 : 16); e++) {
+            const int16_t more = (int16_t)((DPL_MAX(e, 1) - 12) * 128);
+            const eight row = (words_of_1 + more) | last; // the last one is never exceeded
+            memcpy(to->word[8 * e + m % 8], &row, sizeof row);
+        }
+    }
+}
+
+#if defined(__AVX512BW__)
+// Of the scale with this code, which is neither 0 nor NaN.
+INLINE __m128i midpoints_of(const nv_midpoints *all, uint8_t scale) {
+    return _mm_loadu_si128((const __m128i *)(const void *)all->word[scale]);
+}
+
+INLINE __m512i add_where(__m512i i, __m512i a, __m512i b, short step) {
+    return _mm512_mask_add_epi16(i, _mm512_cmpgt_epu16_mask(a, b), i, WORDS(step));
+}
+
+// Two blocks from x[at] on.
+INLINE void nv_two_blocks(dpl_dtype dtype, const nv_midpoints *all, const void *x, size_t at,
+                          float tensor_scale, const uint8_t *scales, uint8_t *codes) {
+    const __m512i y = upper_halves(
+        (__m512i)(load_any(dtype, x, at) * all_lanes(tensor_scale)),
+        (__m512i)(load_any(dtype, x, at + 16) * all_lanes(tensor_scale)));
+    const __m512i a = _mm512_and_si512(y, WORDS(0x7fff));
+    const __m256i both = _mm256_setr_m128i(midpoints_of(all, scales[0]),
+                                           midpoints_of(all, scales[1]));
+    const __m512i middle = _mm512_castsi256_si512(both);
+    // The middle ones of the first block, then of the second: which half, which quarter, which.
+    const __m512i first = _mm512_mask_mov_epi16(_mm512_setzero_si512(), 0xffff0000u, WORDS(8));
+    __m512i i = first;
+    i = add_where(i, a, _mm512_permutexvar_epi16(_mm512_add_epi16(i, WORDS(3)), middle), 4);
+    i = add_where(i, a, _mm512_permutexvar_epi16(_mm512_add_epi16(i, WORDS(1)), middle), 2);
+    i = add_where(i, a, _mm512_permutexvar_epi16(i, middle), 1);
+    const __m512i sign = _mm512_and_si512(_mm512_srli_epi16(y, 12), WORDS(8));
+    const __m512i code = _mm512_or_si512(_mm512_sub_epi16(i, first), sign);
+    const __m512i pair = _mm512_or_si512(code, _mm512_srli_epi32(code, 12));
+    _mm_storeu_si128((__m128i *)(void *)codes, _mm512_cvtepi32_epi8(pair));
+}
+#else
+#define nv_two_blocks(dtype, all, x, at, tensor_scale, scales, codes) (void)(all)
+#endif
+
 // Up to REG whole blocks that follow each other; with `by_chance`, random: bits of theirs.
-INLINE void nv_run(dpl_dtype dtype, bool by_chance, size_t n_blocks, const void *x, size_t at,
-                   float tensor_scale, const uint16_t *random, uint8_t *codes, uint8_t *scales) {
+INLINE void nv_run(dpl_dtype dtype, bool by_chance, const nv_midpoints *all, size_t n_blocks,
+                   const void *x, size_t at, float tensor_scale, const uint16_t *random,
+                   uint8_t *codes, uint8_t *scales) {
     reg_u32 amax[REG], most;
     if (n_blocks == REG) {
         UNROLL for (size_t i = 0; i < REG; i++) amax[i] = maxima_16(dtype, x, at + 16 * i);
@@ -812,7 +874,11 @@ INLINE void nv_run(dpl_dtype dtype, bool by_chance, size_t n_blocks, const void 
     store(by, scale);
     store(inverse, 1.0f / scale);
     memcpy(scales, bytes, n_blocks);
-    UNROLL_4 for (size_t i = 0; i < n_blocks; i++) for (size_t j = 0; j < 16; j += REG) {
+    size_t done = 0;
+    const size_t together = by_chance || REG < 16 ? 0 : n_blocks / 2 * 2;
+    for (; done < together; done += 2)
+        nv_two_blocks(dtype, all, x, at + 16 * done, tensor_scale, bytes + done, codes + 8 * done);
+    UNROLL_4 for (size_t i = done; i < n_blocks; i++) for (size_t j = 0; j < 16; j += REG) {
         const reg y = load_any(dtype, x, at + 16 * i + j) * all_lanes(tensor_scale);
         const reg z = quotient(y, all_lanes(by[i]), all_lanes(inverse[i]));
         store_code_pairs(codes + 8 * i + j / 2,
@@ -822,7 +888,8 @@ INLINE void nv_run(dpl_dtype dtype, bool by_chance, size_t n_blocks, const void 
         if (bytes[i] == 0 || bytes[i] == 0x7f) memset(codes + 8 * i, bytes[i] ? 0x77 : 0, 8);
 }
 
-INLINE void nv_row(dpl_dtype dtype, bool by_chance, const dpl_nv_rows *b, size_t r) {
+INLINE void nv_row(dpl_dtype dtype, bool by_chance, const nv_midpoints *all, const dpl_nv_rows *b,
+                   size_t r) {
     uint16_t random[DPL_MAX(16 * REG, 128)];
     uint8_t *codes = b->codes + r * b->ld_codes, *scales = b->scales + r * b->ld_scales;
     const size_t whole = b->n / 16, rest = b->n % 16, size = dpl_dtype_bytes(dtype);
@@ -830,14 +897,14 @@ INLINE void nv_row(dpl_dtype dtype, bool by_chance, const dpl_nv_rows *b, size_t
         const size_t n_blocks = DPL_MIN(DPL_MAX(whole, i) - i, (size_t)REG);
         for (size_t j = 0; by_chance && j < 16 * REG; j += 128)
             random_bits(b->seed_stream, b->first + r * b->ld_random + 16 * i + j, random + j);
-        nv_run(dtype, by_chance, n_blocks, b->x, r * b->ld + 16 * i, b->tensor_scale[r], random,
-               codes + 8 * i, scales + i);
+        nv_run(dtype, by_chance, all, n_blocks, b->x, r * b->ld + 16 * i, b->tensor_scale[r],
+               random, codes + 8 * i, scales + i);
         if (n_blocks == REG || rest == 0) continue;
         float last[16] = {0}; // of either type
         uint8_t last_codes[8];
         memcpy(last, (const uint8_t *)b->x + (r * b->ld + 16 * whole) * size, rest * size);
-        nv_run(dtype, by_chance, 1, last, 0, b->tensor_scale[r], random + 16 * n_blocks, last_codes,
-               scales + whole);
+        nv_run(dtype, by_chance, all, 1, last, 0, b->tensor_scale[r], random + 16 * n_blocks,
+               last_codes, scales + whole);
         if (rest % 2) last_codes[rest / 2] &= 0xf; // also in a block of NaN
         memcpy(codes + 8 * whole, last_codes, dpl_div_up(rest, 2));
     }
@@ -862,11 +929,13 @@ static float quant_amax(dpl_dtype dtype, const void *x, size_t n) {
 }
 
 static void quant_nv_rows(const dpl_nv_rows *b) {
+    nv_midpoints all;
+    fill_midpoints(&all);
     for (size_t r = 0; r < b->m; r++)
-        if (b->seed_stream && b->dtype == DPL_F32) nv_row(DPL_F32, true, b, r);
-        else if (b->seed_stream) nv_row(DPL_BF16, true, b, r);
-        else if (b->dtype == DPL_F32) nv_row(DPL_F32, false, b, r);
-        else nv_row(DPL_BF16, false, b, r);
+        if (b->seed_stream && b->dtype == DPL_F32) nv_row(DPL_F32, true, &all, b, r);
+        else if (b->seed_stream) nv_row(DPL_BF16, true, &all, b, r);
+        else if (b->dtype == DPL_F32) nv_row(DPL_F32, false, &all, b, r);
+        else nv_row(DPL_BF16, false, &all, b, r);
 }
 
 #define QUANT_KERNELS                                                                \

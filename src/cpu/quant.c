@@ -213,21 +213,24 @@ typedef struct nv_args {
 
 static void quantize_rows(const void *args, const dpl_part *part) {
     const nv_args *a = args;
-    for (size_t row = part->first; row < part->end; row++) {
-        const void *x = dpl_mat_row(a->x, row);
-        float *scale = a->out.tensor_scale + row;
-        *scale = dpl_nv_tensor_scale(part->q->amax(a->x.dtype, x, a->n));
-        const dpl_nv_rows b = {.dtype = a->x.dtype,
-                               .m = 1,
-                               .n = a->n,
-                               .x = x,
-                               .tensor_scale = scale,
-                               .codes = a->out.codes + row * a->out.ld_codes,
-                               .scales = a->out.scales + row * a->out.ld_scales,
-                               .seed_stream = a->random ? a->seed_stream : NULL,
-                               .first = row * dpl_round_up(a->n, RANDOM_RUN)};
-        part->q->nv_rows(&b);
-    }
+    const size_t first = part->first;
+    for (size_t row = first; row < part->end; row++)
+        a->out.tensor_scale[row] = dpl_nv_tensor_scale(
+            part->q->amax(a->x.dtype, dpl_mat_row(a->x, row), a->n));
+    const dpl_nv_rows b = {.dtype = a->x.dtype,
+                           .m = part->end - first,
+                           .n = a->n,
+                           .x = dpl_mat_row(a->x, first),
+                           .tensor_scale = a->out.tensor_scale + first,
+                           .codes = a->out.codes + first * a->out.ld_codes,
+                           .scales = a->out.scales + first * a->out.ld_scales,
+                           .ld = a->x.ld,
+                           .ld_codes = a->out.ld_codes,
+                           .ld_scales = a->out.ld_scales,
+                           .seed_stream = a->random ? a->seed_stream : NULL,
+                           .first = first * dpl_round_up(a->n, RANDOM_RUN),
+                           .ld_random = dpl_round_up(a->n, RANDOM_RUN)};
+    part->q->nv_rows(&b);
 }
 
 void dpl_nv_quantize(dpl_ctx *ctx, dpl_mat x, size_t n_rows, size_t n,
