@@ -244,14 +244,20 @@ static void check_put(kernel_test *t) {
     for (size_t round = 0; round < 60; ++round) {
         const dpl_dtype dtype = round % 2 ? DPL_BF16 : DPL_F32;
         const size_t m = kernel_pick(t, 1, 9), n = round % 3 ? kernel_pick(t, 1, 32) : 32;
-        const size_t ld = n + kernel_pick(t, 0, 9);
+        const size_t ld = round < 40 ? n + kernel_pick(t, 0, 9) : 32 * (round % 3 + 1);
         const size_t bytes = ((m - 1) * ld + n) * dpl_dtype_bytes(dtype);
+        t->aligned = round >= 40;
         float *c = kernel_random(t, m * 32);
         c[n / 2] = round % 5 ? NAN : INFINITY;
         void *got = kernel_buffer(t, bytes), *want = kernel_buffer(t, bytes);
         t->k->gemm[round / 2 % 2].put(m, n, c, dtype, got, ld);
         t->ref->gemm[0].put(m, n, c, dtype, want, ld);
         kernel_same(t, "put", got, want, bytes);
+        memset(got, 0xff, bytes);
+        if (t->k->gemm[1].put_past) {
+            t->k->gemm[1].put_past(m, n, c, dtype, got, ld);
+            kernel_same(t, "put_past", got, want, bytes);
+        }
         kernel_done(t);
     }
     t->aligned = true;

@@ -51,7 +51,8 @@ typedef struct gemm_args {
     dpl_groups groups;
     size_t n, k;
     bool accumulate;
-    gemm_cut *cuts; // (groups + 1)
+    bool past_caches; // the result, which is too long for them
+    gemm_cut *cuts;   // (groups + 1)
 } gemm_args;
 
 // A block of one group's product, out (m, 32 * n_panels) = left (m, depth) * right (depth, 32 *
@@ -494,8 +495,9 @@ static void panel_product(const gemm_block *b, size_t p, size_t l0) {
             (void)dpl_gemm_enter(b->g);
         }
     }
-    if (a->op != WGRAD && !a->swiglu.mat.p && (end == b->depth || in_out))
-        b->g->put(b->m, n, c, out.dtype, out.p, out.ld);
+    if (a->op == WGRAD || a->swiglu.mat.p) return;
+    if (end == b->depth && a->past_caches) b->g->put_past(b->m, n, c, out.dtype, out.p, out.ld);
+    else if (end == b->depth || in_out) b->g->put(b->m, n, c, out.dtype, out.p, out.ld);
 }
 
 static void block_product(gemm_block *b) {
@@ -601,6 +603,9 @@ static void submit_gemm(dpl_ctx *ctx, gemm_args a, dpl_dtype operand) {
     const bool split = operand == DPL_F32 && ctx->f32_parts > 0;
     a.g = &ctx->kernels->gemm[split ? DPL_BF16 : operand];
     a.n_parts = split ? ctx->f32_parts : 1;
+    const size_t out_cols = a.op == DGRAD ? a.k : a.n;
+    a.past_caches = a.g->stream_bytes > 0 &&
+                    a.groups.n_rows * out_cols * dpl_dtype_bytes(a.out.dtype) > a.g->stream_bytes;
     a.cuts = dpl_ctx_alloc(ctx, a.groups.n * sizeof *a.cuts);
     const size_t n_rows = a.groups.n_rows, n_panels = dpl_div_up(a.swiglu.f, DPL_PANEL);
     if (a.swiglu.drow_weight)

@@ -63,6 +63,9 @@ typedef struct dpl_gemm_kernels {
     // Rows of a panel c (m, 32): n columns of each from or to a matrix.
     void (*take)(size_t m, size_t n, const float *src, size_t ld, float *c);
     void (*put)(size_t m, size_t n, const float *c, dpl_dtype dtype, void *dst, size_t ld);
+    // put past the caches, for results of which a product has more than stream_bytes; 0: never
+    void (*put_past)(size_t m, size_t n, const float *c, dpl_dtype dtype, void *dst, size_t ld);
+    size_t stream_bytes;
     // What a thread does before and after products of this class (NULL: nothing).
     unsigned (*enter)(void);
     void (*leave)(unsigned entered);

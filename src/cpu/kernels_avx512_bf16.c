@@ -17,6 +17,28 @@
 
 TILE(tile_dot, TILE_DOT)
 
+// Whole lines only; what is there for others to read is complete at the end.
+static void put_past(size_t m, size_t n, const float *c, dpl_dtype dtype, void *dst, size_t ld) {
+    const size_t row_bytes = ld * dpl_dtype_bytes(dtype);
+    if (n < 32 || ((uintptr_t)dst | row_bytes) % 64) {
+        put(m, n, c, dtype, dst, ld);
+        return;
+    }
+    for (size_t i = 0; i < m; i++, c += 32) {
+        const __m512 low = _mm512_loadu_ps(c), high = _mm512_loadu_ps(c + 16);
+        uint8_t *row = (uint8_t *)dst + i * row_bytes;
+        if (dtype == DPL_F32) {
+            _mm512_stream_ps((void *)row, low);
+            _mm512_stream_ps((void *)(row + 64), high);
+        } else {
+            uint16_t line[32];
+            put_bf16(32, c, line);
+            _mm512_stream_si512((void *)row, _mm512_loadu_si512(line));
+        }
+    }
+    _mm_sfence();
+}
+
 static double peak_dot(size_t n_rounds, float *sink) {
     vec acc[CHAINS];
     const __m512bh x = (__m512bh)_mm512_set1_ps(sink[33]), y = (__m512bh)_mm512_set1_ps(sink[32]);
@@ -39,6 +61,7 @@ void dpl_kernels_avx512_bf16(dpl_kernels *k) {
     g->right_rows = rows_pairs;
     g->right_cols = cols_pairs;
     g->put = put;
+    g->put_past = put_past;
     g->enter = NULL;
     g->leave = NULL;
     g->peak = peak_dot;

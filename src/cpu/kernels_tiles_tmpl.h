@@ -276,6 +276,7 @@ INLINE void set_table(dpl_kernels *k, const char *name) {
     g->depth = DEPTH;
     g->left_bytes = 2;
     g->block_bytes = (size_t)1 << 20; // half of the L2 of these processors
+    g->stream_bytes = g->put_past ? (size_t)16 << 20 : 0;
     g->pages = 8;
     g->fetch = DEPTH / 4;
     g->tile = tile;
