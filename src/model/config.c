@@ -254,6 +254,23 @@ static dpl_status read_rope(const json_t *object, dpl_model_config *c) {
     return read_fields(scaling, YARN, c);
 }
 
+// Weights may be those of DeepSeek's files; what was done to activations there does not matter.
+static dpl_status check_quantization(const json_t *quantization) {
+    if (!is_given(quantization)) return DPL_OK;
+    const json_t *block = json_object_get(quantization, "weight_block_size");
+    const bool of_128 = json_array_size(block) == 2 &&
+                        json_integer_value(json_array_get(block, 0)) == 128 &&
+                        json_integer_value(json_array_get(block, 1)) == 128;
+    const json_t *format = json_object_get(quantization, "fmt");
+    DPL_EXPECT(
+        is_text(quantization, "quant_method", "fp8") && of_128 &&
+            (!is_given(format) || is_text(quantization, "fmt", "e4m3")),
+        DPL_ENOSUP,
+        "\"quantization_config\" is of weights that are not supported, expected F32, BF16 or "
+        "F16, or fp8 in e4m3 with \"weight_block_size\" [128, 128]");
+    return DPL_OK;
+}
+
 dpl_status dpl_model_config_from_json(const json_t *o, dpl_model_config *config_out) {
     dpl_model_config c;
     dpl_model_config_init(&c);
@@ -266,9 +283,7 @@ dpl_status dpl_model_config_from_json(const json_t *o, dpl_model_config *config_
     c.sigmoid = !is_text(o, "scoring_func", "softmax");
     DPL_TRY(expect_number(o, "attention_dropout", "", 0));
     DPL_TRY(expect_number(o, "moe_layer_freq", "", 1));
-    DPL_EXPECT(!is_given(json_object_get(o, "quantization_config")), DPL_ENOSUP,
-               "\"quantization_config\" is set: quantized weights are not supported yet, expected "
-               "F32, BF16 or F16 weights");
+    DPL_TRY(check_quantization(json_object_get(o, "quantization_config")));
     DPL_TRY(read_fields(o, MODEL, &c));
     DPL_TRY(expect_number(o, "num_key_value_heads", "num_attention_heads = ", (double)c.n_heads));
     DPL_TRY(read_fields(o, EXPERTS, &c));

@@ -39,6 +39,7 @@ typedef struct slot {
 
 typedef struct slots {
     dpl_model *m;
+    const dpl_st_file *file; // when reading
     size_t n;
     slot *at;
     dpl_st_tensor *tensors;
@@ -97,6 +98,54 @@ static dpl_status open_slots(slots *s, dpl_dtype dtype) {
 }
 
 /* ---- reading ---- */
+// Weights in E4M3 have a factor for each block of 128 x 128, the last ones of a row or column of
+// what is left: in a tensor beside, as DeepSeek's files have it.
+#define F8_BLOCK  128
+#define F8_SUFFIX "_scale_inv"
+
+static const dpl_st_tensor *scale_of(const dpl_st_file *file, const dpl_st_tensor *weight) {
+    char name[256];
+    snprintf(name, sizeof name, "%.200s" F8_SUFFIX, weight->name);
+    return dpl_st_find(file, name);
+}
+
+static bool is_scale(const dpl_st_file *file, const dpl_st_tensor *tensor) {
+    char name[256];
+    const size_t n = strlen(tensor->name), n_suffix = strlen(F8_SUFFIX);
+    if (n < n_suffix || n > 255 || strcmp(tensor->name + n - n_suffix, F8_SUFFIX)) return false;
+    snprintf(name, sizeof name, "%.*s", (int)(n - n_suffix), tensor->name);
+    const dpl_st_tensor *weight = dpl_st_find(file, name);
+    return weight && weight->dtype == DPL_ST_F8_E4M3;
+}
+
+// `room`: for the factors.
+static dpl_status read_f8(const slots *s, const dpl_st_tensor *weight, float *room, float *dst) {
+    const dpl_st_tensor *scale = scale_of(s->file, weight);
+    DPL_EXPECT(scale, DPL_EFORMAT, "%s: tensor %s is F8_E4M3, but there is no %s" F8_SUFFIX,
+               weight->file, weight->name, weight->name);
+    const size_t rows = (size_t)weight->shape[0], cols = (size_t)weight->shape[1];
+    const size_t across = dpl_div_up(cols, F8_BLOCK);
+    DPL_EXPECT(weight->rank == 2 && scale->rank == 2 &&
+                   scale->shape[0] == (int64_t)dpl_div_up(rows, F8_BLOCK) &&
+                   scale->shape[1] == (int64_t)across,
+               DPL_EFORMAT, "%s: tensor %s is not (%zu, %zu): one for each %d x %d of %s",
+               scale->file, scale->name, dpl_div_up(rows, F8_BLOCK), across, F8_BLOCK, F8_BLOCK,
+               weight->name);
+    DPL_TRY(dpl_st_read_f32(scale, room));
+    float values[256];
+    for (int code = 0; code < 256; code++) values[code] = dpl_code_to_f32(DPL_E4M3, (uint8_t)code);
+    for (size_t r = 0; r < rows; r++)
+        for (size_t c = 0; c < cols; c++)
+            dst[r * cols + c] = values[weight->data[r * cols + c]] *
+                                room[r / F8_BLOCK * across + c / F8_BLOCK];
+    return DPL_OK;
+}
+
+static dpl_status read_values(const slots *s, const dpl_st_tensor *tensor) {
+    if (tensor->dtype == DPL_ST_F8_E4M3) return read_f8(s, tensor, s->other, s->values);
+    return dpl_st_read_f32(tensor, s->values);
+}
+
 // Into the slice of its unit. A copy must equal what it repeats.
 static dpl_status read_slot(const slots *s, const slot *at, float *whole) {
     const dpl_disk_tensor *want = at->t;
@@ -112,7 +161,7 @@ static dpl_status read_slot(const slots *s, const slot *at, float *whole) {
                (long long)want->shape[0], (long long)want->shape[1]);
     if (!dpl_disk_is_here(s->m, want)) return DPL_OK;
     if (want->bias) return dpl_st_read_f32(got, want->bias);
-    DPL_TRY(dpl_st_read_f32(got, s->values));
+    DPL_TRY(read_values(s, got));
     if (!want->copy_of_shared) {
         dpl_disk_scatter_to(want, whole, first, s->values);
         return DPL_OK;
@@ -150,7 +199,8 @@ static dpl_status match_names(const dpl_model *m, const dpl_st_file *file, slots
         if (order == 0) at->found = found;
         else if (order < 0 && !at->t->copy_of_shared) missing = n_missing++ ? missing : at->name;
         else if (order > 0 && is_known_extra(m, found->name)) n_ignored++;
-        else if (order > 0) unknown = n_unknown++ ? unknown : found->name;
+        else if (order > 0 && !is_scale(file, found)) // that is read with its weight
+            unknown = n_unknown++ ? unknown : found->name;
         i += order <= 0;
         j += order >= 0;
     }
@@ -176,6 +226,7 @@ static dpl_status read_unit(slots *s, size_t i_flat, size_t unit) {
 }
 
 static dpl_status read_slots(const dpl_model *m, const dpl_st_file *file, slots *s) {
+    s->file = file;
     DPL_TRY(match_names(m, file, s));
     for (size_t i = 0; i < s->n_flats; i++)
         for (size_t unit = 0; unit < m->params.n_units; unit++) DPL_TRY(read_unit(s, i, unit));
