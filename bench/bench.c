@@ -31,6 +31,7 @@ static const struct {
      dpl_bench_run_ep},
     {"overlap",
      "ranks= layers= tokens= d= f= shared= experts= top_k= chunks= lane_threads=0|1 reduce=0|1 "
+     "wire=bf16|mxfp8 "
      "memory=messages|shared threads= runs=",
      dpl_bench_run_overlap},
     {"quant",

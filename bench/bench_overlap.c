@@ -17,7 +17,7 @@ static const char *const memories[] = {"messages", "shared", NULL};
 typedef struct overlap_bench {
     size_t layers, tokens, d, f, shared, experts, top_k, chunks, memory, runs;
     int threads, lane_threads;
-    bool reduces, json;
+    bool reduces, wire, json;
 } overlap_bench;
 
 enum { BLOCKING, OVERLAPPED, N_WAYS };
@@ -101,7 +101,8 @@ static dpl_status fill(rank_bench *r) {
 static dpl_status open_rank(rank_bench *r) {
     const overlap_bench *b = r->b;
     r->shape = (dpl_moe_shape){
-        b->d, b->f, b->shared * b->f, {b->experts, b->top_k, 1, 1, true, false, true, 1}, DPL_BF16};
+        b->d,     b->f,   b->shared * b->f, {b->experts, b->top_k, 1, 1, true, false, true, 1},
+        DPL_BF16, b->wire};
     DPL_TRY(dpl_comm_agree(r->comm, dpl_ctx_open(b->threads, &r->ctx)));
     DPL_TRY(dpl_ep_ranks_open(r->ctx, r->comm, b->experts, NULL, b->memory ? 0 : -1, 0, DPL_OK,
                               &r->ranks));
@@ -222,7 +223,8 @@ static dpl_status run_rank(dpl_comm *comm, void *arg) {
 }
 
 int dpl_bench_run_overlap(dpl_bench_args *args) {
-    static const char *const lanes[] = {"1", "0", NULL}, *const reduces[] = {"0", "1", NULL};
+    static const char *const lanes[] = {"1", "0", NULL}, *const reduces[] = {"0", "1", NULL},
+                             *const wires[] = {"bf16", "mxfp8", NULL};
     overlap_bench b = {.layers = dpl_bench_size(args, "layers", 2),
                        .tokens = dpl_bench_size(args, "tokens", 2048),
                        .d = dpl_bench_size(args, "d", 1024),
@@ -236,6 +238,7 @@ int dpl_bench_run_overlap(dpl_bench_args *args) {
                        .threads = (int)dpl_bench_size(args, "threads", 1),
                        .lane_threads = dpl_bench_choice(args, "lane_threads", lanes) == 0,
                        .reduces = dpl_bench_choice(args, "reduce", reduces) == 1,
+                       .wire = dpl_bench_choice(args, "wire", wires) == 1,
                        .json = args->json};
     const size_t n_ranks = dpl_bench_size(args, "ranks", 2);
     if (!dpl_bench_args_done(args)) return 2;

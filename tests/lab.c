@@ -102,7 +102,7 @@ void lab_open(const lab_rule *rule, lab *l) {
     const size_t n_e = rule->rule.n_experts, d = rule->d, f = rule->f, sf = rule->shared_f;
     const size_t n_x = rule->t * d, element = dpl_dtype_bytes(rule->dtype);
     *l = (lab){.rule = *rule};
-    l->shape = (dpl_moe_shape){d, f, sf, rule->rule, rule->dtype};
+    l->shape = (dpl_moe_shape){d, f, sf, rule->rule, rule->dtype, rule->mx_wire};
     if (dpl_ep_ranks_open(NULL, NULL, n_e, NULL, 0, 0, DPL_OK, &l->ranks) != DPL_OK) abort();
     const size_t n[LAB_N] = {n_e * d, n_e * f * d, n_e * f * d, n_e * d * f,
                              sf * d,  sf * d,      d * sf};

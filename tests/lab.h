@@ -14,6 +14,7 @@ typedef struct lab_rule {
     dpl_dtype dtype; // of compute, x and y
     bool bias;
     uint64_t seed;
+    bool mx_wire;
 } lab_rule;
 
 typedef enum lab_id { // row-major tensors

@@ -182,6 +182,16 @@ static void mxfp8_experts_are_spread(void **state) {
     scratch_close(NULL);
 }
 
+// Rows are rounded on any mesh, before they are moved: so the forward pass is that of one rank.
+static void mxfp8_rows_are_those_of_one_rank(void **state) {
+    (void)state;
+    static const char *const wire = "dtype=bfloat16 ep_wire=mxfp8 eval_steps=1 ep_chunks=2 "
+                                    "ep_shared_memory=false lane_threads=1";
+    const shape shapes[] = {{1, 1, 1, NULL}, {1, 1, 2, NULL}, {1, 1, 4, NULL},
+                            {2, 1, 2, NULL}, {1, 1, 2, wire}, {1, 2, 2, NULL}};
+    compare_meshes(shapes, DPL_COUNT(shapes), "dtype=bfloat16 ep_wire=mxfp8 eval_steps=1", 1);
+}
+
 // Lanes, chunks, messages and both groups of products, over ranks of experts and of data (151 of
 // known-faults.md). Sums by host differ by a rounding, after which MXFP8 may round the other way.
 static void mxfp8_on_any_mesh(void **state) {
@@ -741,6 +751,7 @@ int main(void) {
         cmocka_unit_test(depths_that_do_not_fit_stay),
         cmocka_unit_test(mxfp8_experts_are_spread),
         cmocka_unit_test(mxfp8_on_any_mesh),
+        cmocka_unit_test(mxfp8_rows_are_those_of_one_rank),
         cmocka_unit_test(odd_widths_train_alike),
         cmocka_unit_test(checkpoints_go_to_any_mesh),
         cmocka_unit_test(meshes_that_cannot_be_are_refused),

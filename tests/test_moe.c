@@ -259,6 +259,34 @@ static void a_deferred_context_gives_the_same_bits(void **state) {
     }
 }
 
+// Of tokens and gradients that MXFP8 holds exactly, or not: eighths up to 1 of either sign.
+static uint64_t wire_hash(bool wire, bool exact, int n_threads, bool deferred) {
+    lab_rule rule = big_rule(DPL_BF16);
+    rule.mx_wire = wire;
+    dpl_ctx *ctx = lab_ctx(n_threads, deferred, NULL);
+    lab l;
+    lab_open(&rule, &l);
+    for (size_t i = 0; exact && i < rule.t * rule.d; i++) {
+        l.x[i] = (float)(dpl_rng_u64(7, 1, i) % 17) / 8 - 1;
+        l.dy[i] = (float)(dpl_rng_u64(7, 2, i) % 17) / 8 - 1;
+    }
+    lab_inputs(&l);
+    assert_int_equal(lab_run(&l, ctx), DPL_OK);
+    const uint64_t hash = lab_hash(&l);
+    lab_close(&l);
+    dpl_ctx_close(&ctx);
+    return hash;
+}
+
+static void rows_that_mxfp8_holds_keep_their_bits(void **state) {
+    (void)state;
+    const uint64_t plain_hash = wire_hash(false, true, 2, false);
+    assert_true(wire_hash(true, true, 2, false) == plain_hash);
+    assert_true(wire_hash(true, true, 3, true) == plain_hash);
+    assert_true(wire_hash(true, false, 2, false) != wire_hash(false, false, 2, false));
+    assert_true(wire_hash(true, false, 2, false) == wire_hash(true, false, 3, true));
+}
+
 static void row_bits_do_not_depend_on_other_tokens(void **state) {
     (void)state;
     dpl_ctx *ctx = lab_ctx(2, false, NULL);
@@ -342,6 +370,7 @@ int main(void) {
         cmocka_unit_test(gradients_are_the_slopes_of_the_output),
         cmocka_unit_test(bits_do_not_depend_on_threads),
         cmocka_unit_test(a_deferred_context_gives_the_same_bits),
+        cmocka_unit_test(rows_that_mxfp8_holds_keep_their_bits),
         cmocka_unit_test(row_bits_do_not_depend_on_other_tokens),
         cmocka_unit_test(no_tokens_is_a_call_like_any_other),
         cmocka_unit_test(too_many_slots_are_refused),

@@ -153,7 +153,8 @@ static void threads_change_no_bit(void **state) {
     static const int n_threads[] = {1, 2, 3, 8};
     static const char *const kinds[] = {
         "dtype=float32", "dtype=bfloat16",
-        "dtype=bfloat16 quantization=mxfp8 gmm_quantization=mxfp8 mx_grad_format=e5m2"};
+        "dtype=bfloat16 quantization=mxfp8 gmm_quantization=mxfp8 mx_grad_format=e5m2",
+        "dtype=bfloat16 ep_wire=mxfp8"};
     for (size_t d = 0; d < DPL_COUNT(kinds); d++) {
         dpl_ctx *ctx[4];
         dpl_trainer *t[4];

@@ -62,7 +62,7 @@ dpl_status dpl_layer_open(const dpl_layer_config *config, dpl_ctx *ctx, dpl_laye
     dpl_layer *layer = dpl_alloc(sizeof *layer);
     if (!layer) return dpl_fail(DPL_ENOMEM, "no memory for a layer");
     layer->ctx = ctx;
-    layer->shape = (dpl_moe_shape){d, f, sf, config->rule, dtype};
+    layer->shape = (dpl_moe_shape){d, f, sf, config->rule, dtype, false};
     layer->weight[ROUTER] = (dpl_weight){NULL, DPL_F32, 1, e, d, NULL, NULL, NULL};
     layer->weight[GATE_UP] = (dpl_weight){NULL, dtype, e,    dpl_gate_up_width(f),
                                           d,    NULL,  NULL, NULL};

@@ -307,6 +307,10 @@ static inline size_t dpl_mx_column_blocks(size_t n_groups, size_t n_rows) {
 void dpl_mx_quantize(dpl_ctx *ctx, dpl_mat x, dpl_row_map map, dpl_groups groups, size_t n,
                      dpl_code format, dpl_scale_rule rule, dpl_mx by_row, dpl_mx by_column);
 
+// y (rows, n), BF16, of codes and scales by row.
+void dpl_mx_expand_rows(dpl_ctx *ctx, dpl_mx by_row, size_t n_rows, size_t n, dpl_code format,
+                        dpl_mat y);
+
 // How the operands of products become MXFP8.
 typedef struct dpl_mx_rule {
     dpl_code format, grad_format; // of activations and weights; of gradients of activations

@@ -96,6 +96,27 @@ void dpl_mx_quantize(dpl_ctx *ctx, dpl_mat x, dpl_row_map map, dpl_groups groups
     DPL_SUBMIT(ctx, mx_quantize, a, {0});
 }
 
+typedef struct expand_args {
+    dpl_loop loop;
+    dpl_mx mx;
+    size_t n;
+    dpl_code format;
+    dpl_mat y;
+} expand_args;
+
+static void expand_rows(const void *args, const dpl_part *part) {
+    const expand_args *a = args;
+    for (size_t row = part->first; row < part->end; row++)
+        part->q->expand_row(a->format, a->n, a->mx.codes + row * a->mx.ld_codes,
+                            a->mx.scales + row * a->mx.ld_scales, dpl_mat_row(a->y, row));
+}
+
+void dpl_mx_expand_rows(dpl_ctx *ctx, dpl_mx by_row, size_t n_rows, size_t n, dpl_code format,
+                        dpl_mat y) {
+    const expand_args a = {{expand_rows, n_rows, dpl_row_grain(2 * n)}, by_row, n, format, y};
+    DPL_SUBMIT(ctx, dpl_run_loop, a, dpl_row_span(y, n_rows, n));
+}
+
 /* ---- operands of products -------------------------------------------------------------------- */
 #define ROUND_ROWS  16
 #define ROUND_WIDTH 512

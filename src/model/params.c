@@ -244,7 +244,7 @@ dpl_status dpl_model_create_spread(dpl_ctx *ctx, const dpl_model_ranks *ranks,
         .norm_topk = config->norm_topk, .scale = (float)config->routed_scale};
     // clang-format on
     const size_t shared_f = config->moe_f * config->n_shared;
-    m->moe = (dpl_moe_shape){config->d, config->moe_f, shared_f, rule, dtype};
+    m->moe = (dpl_moe_shape){config->d, config->moe_f, shared_f, rule, dtype, false};
     dpl_status status = open_ranks(m, ranks);
     if (status == DPL_OK) status = build(m);
     if (status == DPL_OK) *model_out = m;

@@ -40,6 +40,10 @@ static void keep_rows(dpl_ctx *ctx, dpl_moe_memory *memory, const dpl_moe_shape 
     const size_t n_rows = s->ep.n_rows, shared_f = shape->shared_f;
     if (!dpl_ep_is_spread(s->ep.ranks)) // else they come with the rows
         s->experts.row_weight = dpl_moe_keep(ctx, memory, n_rows * sizeof(float));
+    if (shape->mx_wire) // what the experts read is not what was there
+        s->experts.x = dpl_moe_mat(ctx, memory,
+                                   dpl_ep_is_spread(s->ep.ranks) ? n_rows : s->ep.n_tokens,
+                                   shape->d, DPL_BF16);
     keep_mlp(ctx, memory, shape, n_rows, shape->f, &s->experts);
     if (shared_f) keep_mlp(ctx, memory, shape, s->ep.n_tokens, shared_f, &s->shared);
     if (s->ep.ranks->reduces && s->ep.ranks->n_hosts > 1) dpl_remote_keep(ctx, &s->ep);
@@ -64,8 +68,9 @@ static dpl_status check_rows(dpl_ctx *ctx, const dpl_moe_memory *memory, const d
     const size_t planned = ctx->planned_end ? s->ep.n_tokens * s->ep.top_k : 0;
     const size_t extra = s->ep.n_rows - DPL_MIN(planned, s->ep.n_rows);
     const size_t sent = s->ep.ranks->n_hosts > 1 ? 2 * shape->d : 0;
+    const size_t rounded = shape->mx_wire ? 2 * shape->d : 0;
     const size_t bytes = extra * dpl_dtype_bytes(shape->dtype) *
-                         (2 * (dpl_gate_up_width(shape->f) + shape->f) + sent);
+                         (2 * (dpl_gate_up_width(shape->f) + shape->f) + sent + rounded);
     const size_t mark = dpl_ctx_mark(ctx),
                  left = ctx->planned_end - DPL_MIN(ctx->planned_end, mark);
     if (memory || !dpl_ep_is_spread(s->ep.ranks)) return DPL_OK;
@@ -79,18 +84,30 @@ static dpl_status check_rows(dpl_ctx *ctx, const dpl_moe_memory *memory, const d
 // What the experts read and where they leave it. One rank has every token here: products read them
 // where they lie, and only weights are moved.
 static dpl_status find_rows(dpl_ctx *ctx, const dpl_moe_shape *shape, dpl_mat x, dpl_moe_saved *s,
-                            dpl_mat *out_out) {
+                            dpl_mat *arriving_out, dpl_mat *out_out) {
     dpl_mlp *experts = &s->experts;
     float *unused;
     if (!dpl_ep_is_spread(s->ep.ranks)) {
-        experts->x = x;
+        if (shape->mx_wire) dpl_wire_round(ctx, x, s->ep.n_tokens, shape->d, experts->x);
+        else experts->x = x;
         experts->map = (dpl_row_map){s->ep.chunks[0].row_slot, s->ep.top_k};
         *out_out = dpl_moe_mat(ctx, NULL, s->ep.n_rows, shape->d, shape->dtype);
         return DPL_OK;
     }
-    DPL_TRY(dpl_ep_rows_alloc(&s->ep, shape->d, shape->dtype, &experts->x, &experts->row_weight));
-    s->rows = experts->x.p;
+    const size_t width = shape->mx_wire ? dpl_wire_width(shape->d) : shape->d;
+    DPL_TRY(dpl_ep_rows_alloc(&s->ep, width, shape->dtype, arriving_out, &experts->row_weight));
+    s->rows = arriving_out->p;
+    if (!shape->mx_wire) experts->x = *arriving_out;
     return dpl_ep_rows_alloc(&s->ep, shape->d, shape->dtype, out_out, &unused);
+}
+
+// Rows of a chunk as they came.
+static void unpack_chunk(dpl_ctx *ctx, const dpl_moe_shape *shape, const dpl_ep_move *move,
+                         size_t chunk, dpl_mat rows) {
+    const dpl_ep_chunk *c = &move->ep->chunks[chunk];
+    if (shape->mx_wire && dpl_ep_is_spread(move->ep->ranks))
+        dpl_wire_unpack(ctx, dpl_mat_at(move->rows, c->first_row, 0), c->n_rows, shape->d,
+                        dpl_mat_at(rows, c->first_row, 0));
 }
 
 // The experts on the rows of a chunk: their blocks hold those of all chunks, one behind the other.
@@ -118,8 +135,10 @@ static void run_shared(dpl_ctx *ctx, const dpl_moe_saved *s, size_t first, size_
 
 // to, back: of the tokens and of the results. The shared expert takes some tokens while the first
 // chunk is on its way, the rest while the last one is; a sum may be made when it has been there.
-static dpl_status run_chunks(dpl_ctx *ctx, dpl_mat x, const dpl_moe_saved *s, const dpl_ep_move *to,
-                             const dpl_ep_move *back, bool has_shared, dpl_mat sum) {
+static dpl_status run_chunks(dpl_ctx *ctx, const dpl_moe_shape *shape, dpl_mat x,
+                             const dpl_moe_saved *s, const dpl_ep_move *moves, dpl_mat sum) {
+    const dpl_ep_move *to = &moves[0], *back = &moves[1];
+    const bool has_shared = shape->shared_f > 0;
     const dpl_ep *ep = &s->ep;
     const size_t T = ep->n_tokens, C = ep->n_chunks, split = ep->ranks->n_hosts > 1 ? T / 2 : 0;
     size_t n_done = 0;
@@ -128,6 +147,7 @@ static dpl_status run_chunks(dpl_ctx *ctx, dpl_mat x, const dpl_moe_saved *s, co
     for (size_t c = 0; c < C; c++) {
         if (c + 1 < C) DPL_TRY(dpl_moe_dispatch_start(ctx, to, c + 1, x, s->weights));
         DPL_TRY(dpl_moe_dispatch_wait(ctx, to, c));
+        unpack_chunk(ctx, shape, to, c, s->experts.x);
         const dpl_mlp mlp = mlp_of_chunk(ep, &s->experts, c);
         dpl_experts_forward(ctx, &mlp, dpl_mat_at(back->rows, ep->chunks[c].first_row, 0));
         DPL_TRY(dpl_moe_combine_start(ctx, back, c, false));
@@ -147,17 +167,18 @@ static dpl_status run(dpl_ctx *ctx, const dpl_moe_shape *shape, dpl_status mine,
     const bool spread = dpl_ep_is_spread(s->ep.ranks);
     const size_t d = shape->d, n_tokens = s->ep.n_tokens;
     const dpl_mat sum = direct ? y : dpl_moe_mat(ctx, NULL, n_tokens, d, DPL_F32);
-    dpl_mat out = {0};
-    if (mine == DPL_OK) mine = find_rows(ctx, shape, x, s, &out);
+    dpl_mat arriving = {0}, out = {0};
+    if (mine == DPL_OK) mine = find_rows(ctx, shape, x, s, &arriving, &out);
     dpl_ep_move moves[] = {{.ep = &s->ep,
-                            .d = spread ? d : 0,
-                            .rows = spread ? s->experts.x : (dpl_mat){0},
+                            .d = arriving.ld,
+                            .rows = arriving,
                             .values = s->experts.row_weight,
                             .numbers = DPL_EP_WANTED,
                             .phase = DPL_PHASE_DISPATCH},
                            {.ep = &s->ep, .d = d, .rows = out, .phase = DPL_PHASE_COMBINE}};
     dpl_status status = dpl_ep_meet(ctx, mine, moves, DPL_COUNT(moves));
-    if (status == DPL_OK) status = run_chunks(ctx, x, s, &moves[0], &moves[1], has_shared, sum);
+    if (status == DPL_OK && spread && shape->mx_wire) x = dpl_wire_pack(ctx, x, n_tokens, d);
+    if (status == DPL_OK) status = run_chunks(ctx, shape, x, s, moves, sum);
     dpl_ctx_phase(ctx, DPL_PHASE_COMBINE);
     if (status == DPL_OK && !direct) dpl_copy(ctx, sum, n_tokens, d, y);
     if (spread) dpl_ep_rows_free(&s->ep, out.p);
@@ -213,6 +234,7 @@ void dpl_moe_forget(dpl_moe_saved *saved) {
 typedef struct way_back {
     const dpl_moe_saved *s;
     dpl_mlp experts;
+    dpl_mat arriving;     // rows of dy, which drows are or come from
     dpl_mat drows;        // (N, D): of the experts' results
     dpl_mat dgate_up;     // (N, 2F')
     dpl_mat dx_rows;      // (N, D): of the rows of tokens; with one rank drows itself
@@ -227,10 +249,14 @@ static dpl_status alloc_gradients(dpl_ctx *ctx, const dpl_moe_shape *shape, way_
     float *unused;
     b->dgate_up = dpl_experts_dgate_up(ctx, &b->experts);
     if (dpl_ep_is_spread(ep->ranks)) {
-        DPL_TRY(dpl_ep_rows_alloc(ep, shape->d, shape->dtype, &b->drows, &unused));
+        const size_t width = shape->mx_wire ? dpl_wire_width(shape->d) : shape->d;
+        DPL_TRY(dpl_ep_rows_alloc(ep, width, shape->dtype, &b->arriving, &unused));
+        b->drows = b->arriving;
+        if (shape->mx_wire) b->drows = dpl_moe_mat(ctx, NULL, ep->n_rows, shape->d, DPL_BF16);
         return dpl_ep_rows_alloc(ep, shape->d, shape->dtype, &b->dx_rows, &b->drow_weight);
     }
-    b->drows = b->dx_rows = dpl_moe_mat(ctx, NULL, ep->n_rows, shape->d, shape->dtype);
+    b->arriving = b->drows = b->dx_rows = dpl_moe_mat(ctx, NULL, ep->n_rows, shape->d,
+                                                      shape->dtype);
     b->drow_weight = dpl_ctx_alloc(ctx, ep->n_rows * sizeof(float));
     return DPL_OK;
 }
@@ -253,24 +279,35 @@ static void run_backward(dpl_ctx *ctx, way_back *b, size_t chunk) {
     dpl_experts_dgrad(ctx, &mlp, dgate_up, dpl_mat_at(b->dx_rows, row, 0), false);
 }
 
+static dpl_mat dy_on_its_way(dpl_ctx *ctx, const dpl_moe_shape *shape, const dpl_ep *ep,
+                             dpl_mat dy) {
+    if (!shape->mx_wire) return dy;
+    if (dpl_ep_is_spread(ep->ranks)) return dpl_wire_pack(ctx, dy, ep->n_tokens, shape->d);
+    const dpl_mat rounded = dpl_moe_mat(ctx, NULL, ep->n_tokens, shape->d, DPL_BF16);
+    dpl_wire_round(ctx, dy, ep->n_tokens, shape->d, rounded);
+    return rounded;
+}
+
 // dx = that of the shared expert, to which the experts' is added. Gradients of weights wait until
 // there is nothing else to do, or all rows are on their way.
-static dpl_status run_chunks_backward(dpl_ctx *ctx, way_back *b, const dpl_mlp *shared, dpl_mat dy,
-                                      dpl_mat dx) {
+static dpl_status run_chunks_backward(dpl_ctx *ctx, const dpl_moe_shape *shape, way_back *b,
+                                      const dpl_mlp *shared, dpl_mat dy, dpl_mat dx) {
     const size_t C = b->s->ep.n_chunks;
     const dpl_ep_move *to = &b->moves[0], *back = &b->moves[1];
     dpl_mat dshared = {0};
     size_t n_done = 0;
-    DPL_TRY(dpl_moe_dispatch_start(ctx, to, 0, dy, NULL));
+    const dpl_mat sent = dy_on_its_way(ctx, shape, &b->s->ep, dy);
+    DPL_TRY(dpl_moe_dispatch_start(ctx, to, 0, sent, NULL));
     if (shared) {
         dshared = dpl_experts_dgate_up(ctx, shared);
         dpl_experts_gate_backward(ctx, shared, dy, dshared, NULL);
         dpl_experts_dgrad(ctx, shared, dshared, dx, false);
     }
     for (size_t c = 0; c < C; c++) {
-        if (c + 1 < C) DPL_TRY(dpl_moe_dispatch_start(ctx, to, c + 1, dy, NULL));
+        if (c + 1 < C) DPL_TRY(dpl_moe_dispatch_start(ctx, to, c + 1, sent, NULL));
         while (b->n_wgrads < c && !dpl_ep_has_arrived(to, c)) add_wgrad(ctx, b);
         DPL_TRY(dpl_moe_dispatch_wait(ctx, to, c));
+        unpack_chunk(ctx, shape, to, c, b->drows);
         run_backward(ctx, b, c);
         DPL_TRY(dpl_moe_combine_start(ctx, back, c, false));
         while (n_done < c && dpl_ep_has_arrived(back, n_done))
@@ -292,14 +329,15 @@ dpl_status dpl_moe_backward(dpl_ctx *ctx, const dpl_moe_shape *shape,
     way_back b = {.s = saved, .experts = saved->experts};
     dpl_mlp shared = saved->shared;
     // The caller may have moved tokens and weights.
-    if (b.experts.map.slot) b.experts.x = x;
+    if (b.experts.map.slot && !shape->mx_wire) b.experts.x = x;
     b.experts.gate_up_w = weights->gate_up, b.experts.down_w = weights->down;
     shared.x = x;
     shared.gate_up_w = weights->shared_gate_up, shared.down_w = weights->shared_down;
     const dpl_phase outside = dpl_ctx_phase(ctx, DPL_PHASE_COMBINE);
     b.dweights = dpl_ctx_alloc(ctx, n_slots * sizeof(float));
     dpl_status status = alloc_gradients(ctx, shape, &b);
-    b.moves[0] = (dpl_ep_move){.ep = ep, .d = d, .rows = b.drows, .phase = DPL_PHASE_COMBINE};
+    b.moves[0] = (dpl_ep_move){
+        .ep = ep, .d = b.arriving.ld, .rows = b.arriving, .phase = DPL_PHASE_COMBINE};
     b.moves[1] = (dpl_ep_move){.ep = ep,
                                .d = d,
                                .rows = b.dx_rows,
@@ -308,13 +346,13 @@ dpl_status dpl_moe_backward(dpl_ctx *ctx, const dpl_moe_shape *shape,
                                .phase = DPL_PHASE_DISPATCH};
     status = dpl_ep_meet(ctx, status, b.moves, DPL_COUNT(b.moves));
     if (status == DPL_OK)
-        status = run_chunks_backward(ctx, &b, shape->shared_f ? &shared : NULL, dy, dx);
+        status = run_chunks_backward(ctx, shape, &b, shape->shared_f ? &shared : NULL, dy, dx);
     if (status == DPL_OK) {
         dpl_ctx_phase(ctx, DPL_PHASE_ROUTER);
         dpl_router_backward(ctx, shape, weights, x, aux, saved, b.dweights, dx);
     }
     if (dpl_ep_is_spread(ep->ranks)) {
-        dpl_ep_rows_free(ep, b.drows.p);
+        dpl_ep_rows_free(ep, b.arriving.p);
         dpl_ep_rows_free(ep, b.dx_rows.p);
     }
     dpl_ctx_phase(ctx, outside);

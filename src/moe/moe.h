@@ -12,6 +12,7 @@ typedef struct dpl_moe_shape {
     size_t d, f, shared_f; // shared_f 0: no shared expert; else its width (n_shared * f)
     dpl_route_rule rule;   // E and K are in it
     dpl_dtype dtype; // of activations between GEMMs; BF16: of operands too, but for the router's
+    bool mx_wire;    // rows of tokens and their gradients go to the experts in MXFP8 (dtype BF16)
 } dpl_moe_shape;
 
 typedef struct dpl_moe_weights {
@@ -117,6 +118,13 @@ typedef struct dpl_moe_saved {
     // Of batch losses over several ranks, for which aux is this rank's part; else NULL:
     double *sums, *all; // (dpl_aux_n_sums()) of its rows, and of those of all ranks
 } dpl_moe_saved;
+
+/* ---- wire.c ---- */
+size_t dpl_wire_width(size_t d); // of a row that is on its way, in bf16
+// x (rows, d) for the way, in the step's memory; back, in BF16; and both.
+dpl_mat dpl_wire_pack(dpl_ctx *ctx, dpl_mat x, size_t n_rows, size_t d);
+void dpl_wire_unpack(dpl_ctx *ctx, dpl_mat wire, size_t n_rows, size_t d, dpl_mat y);
+void dpl_wire_round(dpl_ctx *ctx, dpl_mat x, size_t n_rows, size_t d, dpl_mat y);
 
 /* ---- router.c ---- */
 // Logits, choice, weights; auxiliary losses if aux is not NULL. Fills blocks that `saved` has.

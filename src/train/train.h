@@ -32,6 +32,7 @@
     X(F, comm_timeout_s, "300", "> 0", "Seconds without a word after which a rank is given up.") \
     X(I, lane_threads, "0", "0 .. 1", "1: a thread a rank lets messages move under the compute.") \
     X(I, ep_chunks, "1", "1 .. 1024", "Parts in which a layer's tokens go to experts elsewhere.") \
+    X(C, ep_wire, "dtype", "dtype|mxfp8", "Rows of tokens and gradients on their way to experts.") \
     X(B, ep_combine_reduce, "false", "", "Sum rows on their host before they go to another one.") \
     X(B, ep_shared_memory, "true", "", "false: messages between ranks of one host, too.") \
     X(I, threads, "0", "0 .. 4096", "Threads; 0: as many as allowed. Results are the same.") \
