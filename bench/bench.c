@@ -39,7 +39,7 @@ static const struct {
      "dtype=bf16|f32 experts= rows= "
      "n= threads= runs=",
      dpl_bench_run_quant},
-    {"report", "FILE.md", dpl_bench_run_report},
+    {"report", "FILE.md quick=true", dpl_bench_run_report},
 };
 
 const char *dpl_bench_text(dpl_bench_args *args, const char *key, const char *otherwise) {

@@ -15,6 +15,7 @@ typedef struct section {
     kind_fn run;
     const char *rows;    // those whose "bench" is this
     const char *columns; // of the rows, in order
+    const char *quick;   // what is added to the first line, which runs alone, by quick=true
     const char *lines[12];
 } section;
 
@@ -25,12 +26,14 @@ static const section sections[] = {
      dpl_bench_run_machine,
      "machine",
      "threads level gflops gflops_bf16 read_gbs read_write_gbs",
+     "mbytes=1",
      {"mbytes=512"}},
     {"Kernels",
      "Which computes what, and why that one. Its limit is the peak of its own instructions.",
      dpl_bench_run_machine,
      "machine_kernel",
      "op level kernel why gflops",
+     "mbytes=1",
      {"mbytes=1"}},
     {"Grouped GEMM, weights from memory",
      "Experts of DeepSeek-V2-Lite, `rows` tokens each. The limit is the larger of operations over "
@@ -39,6 +42,7 @@ static const section sections[] = {
      dpl_bench_run_gemm,
      "gemm",
      "op dtype experts rows kernel median_us gflops gbs limit limit_us fraction fraction_fma",
+     "experts=2 rows=4 k=64 n=64 runs=1",
      {EXPERTS "experts=64 rows=1 dtype=bf16 op=forward",
       EXPERTS "experts=64 rows=16 dtype=bf16 op=forward", EXPERTS "experts=64 rows=64 dtype=bf16",
       EXPERTS "experts=16 rows=256 dtype=bf16", EXPERTS "experts=64 rows=64 dtype=f32",
@@ -49,6 +53,7 @@ static const section sections[] = {
      dpl_bench_run_gemm,
      "gemm",
      "op experts rows kernel median_us gflops gbs limit limit_us fraction over_bf16",
+     "experts=2 rows=4 k=64 n=64 runs=1",
      {EXPERTS "experts=64 rows=1 dtype=mxfp8 op=forward",
       EXPERTS "experts=64 rows=4 dtype=mxfp8 op=forward",
       EXPERTS "experts=64 rows=16 dtype=mxfp8 op=forward", EXPERTS "experts=64 rows=64 dtype=mxfp8",
@@ -59,6 +64,7 @@ static const section sections[] = {
      dpl_bench_run_quant,
      "quant",
      "format way dtype rows n median_us gbs copy_gbs fraction",
+     "rows=64 n=64 experts=2 runs=1",
      {"dtype=bf16", "dtype=f32", "dtype=bf16 format=nvfp4",
       "dtype=bf16 format=nvfp4 rounding=random"}},
     {"Grouped GEMM, one expert in cache",
@@ -66,6 +72,7 @@ static const section sections[] = {
      dpl_bench_run_gemm,
      "gemm",
      "op dtype rows k n kernel median_us gflops limit fraction fraction_fma",
+     "experts=2 rows=4 k=64 n=64 runs=1",
      {"experts=1 rows=256 k=512 n=512 runs=25 dtype=f32",
       "experts=1 rows=256 k=512 n=512 runs=25 dtype=bf16"}},
     {"Experts",
@@ -76,6 +83,7 @@ static const section sections[] = {
      "experts",
      "op dtype rows skew load_max_over_mean over_balanced median_us gflops limit limit_us "
      "fraction fraction_fma",
+     "experts=2 rows=4 d=64 f=32 runs=1 mbytes=1",
      {"rows=6 runs=7 dtype=bf16", "rows=48 runs=5 dtype=bf16", "rows=384 runs=3 dtype=bf16",
       "rows=48 runs=5 dtype=bf16 skew=zipf", "rows=48 runs=5 dtype=bf16 skew=hot",
       "rows=48 runs=5 dtype=f32"}},
@@ -84,6 +92,7 @@ static const section sections[] = {
      dpl_bench_run_layer,
      "layer",
      "op dtype rows skew load_max_over_mean median_us gflops limit limit_us fraction fraction_fma",
+     "experts=4 top_k=2 d=64 f=32 rows=4 runs=1 mbytes=1",
      {"experts=64 top_k=6 d=2048 f=1408 shared=0 rows=512 runs=3 dtype=bf16",
       "experts=64 top_k=6 d=2048 f=1408 shared=0 rows=512 runs=3 dtype=bf16 skew=zipf",
       "experts=64 top_k=6 d=2048 f=1408 shared=0 rows=512 runs=3 dtype=bf16 skew=hot",
@@ -93,6 +102,7 @@ static const section sections[] = {
      dpl_bench_run_step,
      "step",
      "config dtype median_ms tokens_per_s gflops limit_ms fraction fraction_fma",
+     "runs=1 warmup=0 per_device_batch_size=1 max_target_length=16 base_num_decoder_layers=2",
      {"configs/bench-small.yml dtype=float32", "configs/bench-small.yml dtype=bfloat16",
       "configs/bench-medium.yml dtype=float32 runs=2 warmup=1",
       "configs/bench-medium.yml dtype=bfloat16 runs=2 warmup=1"}},
@@ -105,19 +115,20 @@ static int split(char *text, char *words[16]) {
     return n;
 }
 
-static int run_line(const section *s, const char *line) {
+static int run_line(const section *s, const char *line, const char *more) {
     char text[256], *words[16];
     dpl_bench_args args = {.argv = words};
-    snprintf(text, sizeof text, "%s", line);
+    snprintf(text, sizeof text, "%s %s", line, more); // the last value of a key counts
     args.argc = split(text, words);
     fprintf(stderr, "%s: %s\n", s->title, line);
     return s->run(&args);
 }
 
-static int run_section(const section *s, json_t *rows) {
+static int run_section(const section *s, bool quick, json_t *rows) {
     int code = 0;
     dpl_bench_collect(rows);
-    for (size_t i = 0; s->lines[i] && code == 0; i++) code = run_line(s, s->lines[i]);
+    for (size_t i = 0; s->lines[i] && code == 0 && (i == 0 || !quick); i++)
+        code = run_line(s, s->lines[i], quick ? s->quick : "");
     dpl_bench_collect(NULL);
     return code;
 }
@@ -156,10 +167,25 @@ static double plot_y(double gflops) {
     return 420 - 32 * log2(fmin(fmax(gflops, 1), 4096));
 }
 
-static void plot(FILE *out, const json_t *machine, const json_t *gemms) {
+// A grouped GEMM of a type that has a roof here; other rows are not for the picture.
+static void plot_product(FILE *out, const json_t *row) {
+    static const char *const colours[] = {"#1f77b4", "#d62728", "#2ca02c"}; // forward, dgrad, wgrad
+    const char *bench = json_string_value(json_object_get(row, "bench"));
+    const char *op = json_string_value(json_object_get(row, "op"));
+    const char *dtype = json_string_value(json_object_get(row, "dtype"));
+    if (!bench || strcmp(bench, "gemm") != 0 || !op || !dtype) return;
+    const bool f32 = strcmp(dtype, "f32") == 0;
+    if (!f32 && strcmp(dtype, "bf16") != 0) return;
+    const char *colour = colours[*op == 'f' ? 0 : *op == 'd' ? 1 : 2];
+    const double y = json_number_value(json_object_get(row, "gflops"));
+    const double x = y / json_number_value(json_object_get(row, "gbs"));
+    fprintf(out, "<circle cx=\"%.1f\" cy=\"%.1f\" r=\"5\" stroke=\"%s\" fill=\"%s\"/>\n", plot_x(x),
+            plot_y(y), colour, f32 ? colour : "none");
+}
+
+static void plot(FILE *out, const json_t *machine, const json_t *rows) {
     const char *const peaks[] = {"gflops", "gflops_bf16"};
     const double gbs = json_number_value(json_object_get(machine, "read_gbs"));
-    const char *const colours[] = {"#1f77b4", "#d62728", "#2ca02c"}; // forward, dgrad, wgrad
     fputs("<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"680\" height=\"470\" "
           "font-family=\"sans-serif\" font-size=\"12\">\n"
           "<rect width=\"680\" height=\"470\" fill=\"white\"/>\n",
@@ -187,25 +213,16 @@ static void plot(FILE *out, const json_t *machine, const json_t *gemms) {
           "<tspan fill=\"#1f77b4\">forward</tspan> <tspan fill=\"#d62728\">dgrad</tspan> "
           "<tspan fill=\"#2ca02c\">wgrad</tspan>; filled, solid: fp32, open, dashed: bf16</text>\n",
           out);
-    for (size_t i = 0; i < json_array_size(gemms); i++) {
-        const json_t *row = json_array_get(gemms, i);
-        const char *op = json_string_value(json_object_get(row, "op"));
-        const char *colour = colours[*op == 'f' ? 0 : *op == 'd' ? 1 : 2];
-        const bool f32 = !strcmp(json_string_value(json_object_get(row, "dtype")), "f32");
-        const double y = json_number_value(json_object_get(row, "gflops"));
-        const double x = y / json_number_value(json_object_get(row, "gbs"));
-        fprintf(out, "<circle cx=\"%.1f\" cy=\"%.1f\" r=\"5\" stroke=\"%s\" fill=\"%s\"/>\n",
-                plot_x(x), plot_y(y), colour, f32 ? colour : "none");
-    }
+    for (size_t i = 0; i < json_array_size(rows); i++) plot_product(out, json_array_get(rows, i));
     fputs("</svg>\n", out);
 }
 
-static bool write_picture(const char *path, const json_t *machine, const json_t *gemms) {
+static bool write_picture(const char *path, const json_t *rows) {
     char picture[4096];
     const size_t n = strlen(path) - strlen(".md");
     snprintf(picture, sizeof picture, "%.*s.svg", (int)n, path);
     FILE *out = fopen(picture, "w");
-    if (out) plot(out, machine, gemms);
+    if (out) plot(out, json_array_get(rows, 0), rows);
     if (out && fclose(out) == 0) return true;
     perror(picture);
     return false;
@@ -231,6 +248,8 @@ int dpl_bench_run_report(dpl_bench_args *args) {
         fputs("bench report: expected the name of a file that ends in .md\n", stderr);
         return 2;
     }
+    const bool quick = dpl_bench_choice(args, "quick",
+                                        (const char *const[]){"false", "true", NULL});
     if (!dpl_bench_args_done(args)) return 2;
     FILE *out = fopen(path, "w");
     if (!out) {
@@ -245,15 +264,17 @@ int dpl_bench_run_report(dpl_bench_args *args) {
             "limit that it reached in the same run. Other programs beside it, on the same work: "
             "[peers.md](peers.md).\n\n![Roofline](%.*s.svg)\n",
             processor, (int)strlen(name) - 3, name);
-    json_t *all[DPL_COUNT(sections)];
+    json_t *all = json_array();
     int code = 0;
-    for (size_t i = 0; i < DPL_COUNT(sections); i++) {
-        all[i] = json_array();
-        if (code == 0) code = run_section(&sections[i], all[i]);
-        if (code == 0) print_table(out, &sections[i], all[i]);
+    for (size_t i = 0; i < DPL_COUNT(sections) && code == 0; i++) {
+        json_t *rows = json_array();
+        code = run_section(&sections[i], quick, rows);
+        if (code == 0) print_table(out, &sections[i], rows);
+        json_array_extend(all, rows);
+        json_decref(rows);
     }
     if (fclose(out) != 0) code = 1;
-    if (code == 0 && !write_picture(path, json_array_get(all[0], 0), all[1])) code = 1;
-    for (size_t i = 0; i < DPL_COUNT(sections); i++) json_decref(all[i]);
+    if (code == 0 && !write_picture(path, all)) code = 1;
+    json_decref(all);
     return code;
 }

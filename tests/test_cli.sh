@@ -96,6 +96,12 @@ run bench layer skew=flat && expect 2 - 'skew=flat: expected balanced|zipf|hot'
 run bench layer experts=8 top_k=9 && expect 2 - 'top_k=9'
 run bench report && expect 2 - 'ends in .md'
 run bench report none/x.md && expect 1 - 'none/x.md'
+ln -s "$root/configs" "$root/data" .
+run bench report report.md quick=true && expect 0 - 'Training step'
+for title in 'Grouped GEMM of MXFP8' Quantizers Experts Layer 'Training step'; do
+    grep -A 5 "^## $title" report.md | grep -q '^| [a-z0-9]' || bad "bench report: no rows of $title"
+done
+[ "$(grep -c '<circle' report.svg)" -ge 2 ] || bad "bench report: no points in the picture"
 run bench step && expect 2 - 'CONFIG is missing'
 run bench step none.yml && expect 1 - 'none.yml: No such file'
 run bench step tiny.yml learning_rte=1 && expect 2 - "'learning_rate'"
