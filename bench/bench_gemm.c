@@ -245,10 +245,10 @@ static dpl_status make_mx(gemm_bench *b) {
     for (int way = 0; way < 2; way++) {
         b->mx.codes[way] = dpl_alloc_array(b->n_experts, bytes);
         b->mx.scales[way] = dpl_alloc_array(b->n_experts, bytes / DPL_MX_BLOCK);
-        if (!b->mx.codes[way] || !b->mx.scales[way] || !panels)
-            return dpl_fail(DPL_ENOMEM, "bench gemm: no memory for the operands");
     }
-    for (size_t g = 0; g < b->n_experts; g++) {
+    const bool complete = panels && b->mx.codes[0] && b->mx.codes[1] && b->mx.scales[0] &&
+                          b->mx.scales[1];
+    for (size_t g = 0; g < b->n_experts && complete; g++) {
         dpl_mx_weight own = b->mx;
         for (int way = 0; way < 2; way++)
             own.codes[way] += g * bytes, own.scales[way] += g * bytes / DPL_MX_BLOCK;
@@ -256,7 +256,7 @@ static dpl_status make_mx(gemm_bench *b) {
     }
     dpl_ctx_wait(b->ctx);
     dpl_free(panels);
-    return DPL_OK;
+    return complete ? DPL_OK : dpl_fail(DPL_ENOMEM, "bench gemm: no memory for the operands");
 }
 
 // Operands for all three operations, sized by the caller's n_experts, rows, n and k.

@@ -239,6 +239,15 @@ static dpl_mat gather_left(const gemm_block *b, size_t first, size_t m, size_t l
     return dpl_mat_at((dpl_mat){b->gathered, n, b->a->left.dtype}, 0, wgrad ? first : 0);
 }
 
+// What makes codes or numbers of codes is no product: there subnormals are what they are.
+static void pause_products(const gemm_block *b) {
+    if (b->g->flushes) dpl_gemm_leave(b->g, b->entered);
+}
+
+static void resume_products(const gemm_block *b) {
+    if (b->g->flushes) (void)dpl_gemm_enter(b->g);
+}
+
 // As left_at, of MXFP8 operands: in forward and dgrad a chunk of one tile's rows, rounded; in wgrad
 // a chunk of all columns of the block, for all its tiles.
 static dpl_mat expand_left(const gemm_block *b, dpl_mat x, size_t first, size_t m, size_t l,
@@ -257,28 +266,36 @@ static dpl_mat expand_left(const gemm_block *b, dpl_mat x, size_t first, size_t 
 }
 
 static void pack_left(const gemm_block *b, size_t first, size_t m, size_t l, size_t depth) {
-    dpl_mat x = b->a->map.slot ? gather_left(b, first, m, l, depth) : left_at(b, first, l);
-    if (b->a->mx) x = expand_left(b, x, first, m, l, depth);
+    const gemm_args *a = b->a;
+    dpl_mat x = {0}; // in wgrad of MXFP8 there are codes only
+    if (a->map.slot) x = gather_left(b, first, m, l, depth);
+    else if (!a->mx || a->op != WGRAD) x = left_at(b, first, l);
+    if (a->mx) {
+        pause_products(b);
+        x = expand_left(b, x, first, m, l, depth);
+        resume_products(b);
+    }
     uint8_t *to = packed_left(b, first, l, depth);
-    const dpl_gemm_packer pack = b->a->op == WGRAD ? b->g->left_cols : b->g->left_rows;
-    for (size_t part = 0; part < parts_of(b->a, x); part++, to += b->part_a)
+    const dpl_gemm_packer pack = a->op == WGRAD ? b->g->left_cols : b->g->left_rows;
+    for (size_t part = 0; part < parts_of(a, x); part++, to += b->part_a)
         pack(load_of(x.dtype, part), m, depth, x.p, x.ld, m, to);
 }
 
 // The columns of panel p in wgrad.
 static dpl_mat expand_right(const gemm_block *b, size_t p, size_t l, size_t depth) {
     const size_t n = panel_cols(b, p);
+    pause_products(b);
     dpl_mx_expand_columns(b->q, b->a->mx_weight.rule.grad_format, b->a->right_codes, b->row + l,
                           b->mx_block + l / DPL_MX_BLOCK, depth, p * DPL_PANEL, n,
                           b->expanded_right);
+    resume_products(b);
     return (dpl_mat){b->expanded_right, n, DPL_BF16};
 }
 
 static void pack_right(const gemm_block *b, size_t p, size_t l0, size_t depth, size_t part) {
     const gemm_args *a = b->a;
     const size_t n = panel_cols(b, p);
-    dpl_mat from = right_at(b, p, l0);
-    if (a->mx) from = expand_right(b, p, l0, depth);
+    const dpl_mat from = a->mx ? expand_right(b, p, l0, depth) : right_at(b, p, l0);
     const dpl_gemm_load load = load_of(from.dtype, part);
     uint8_t *to = b->packed_b + part * b->part_b;
     if (a->op != DGRAD) {
@@ -316,8 +333,10 @@ static void expand_weight(const gemm_block *b, size_t p, size_t l0, size_t depth
     if (b->m < FEW_ROWS && next_chunk(b, &next_p, &next_l))
         ahead = (const uint8_t *)right_at(b, next_p, next_l).p -
                 (const uint8_t *)right_at(b, p, l0).p;
+    pause_products(b);
     dpl_mx_expand_panel(b->q, &b->a->mx_weight, way, b->k_rows, panel, l0, depth, ahead,
                         (uint16_t *)(void *)b->packed_b);
+    resume_products(b);
 }
 
 // The right operand (depth, 32) of panel p from contraction index l0 on: weights of this class are

@@ -69,6 +69,7 @@ typedef struct dpl_gemm_kernels {
     // What a thread does before and after products of this class (NULL: nothing).
     unsigned (*enter)(void);
     void (*leave)(unsigned entered);
+    bool flushes; // in between all arithmetic takes subnormals as zero
     // Register-resident multiply-adds of the kind that `tile` uses, from and to sink[0..31];
     // returns the operations done.
     double (*peak)(size_t n_rounds, float *sink);
@@ -177,6 +178,7 @@ typedef struct dpl_mx_block {
     const void *x;
     uint8_t *codes, *scales;
     size_t ld, ld_codes, ld_scales;
+    size_t ahead; // columns only: what lies so many bytes behind each number is fetched; 0: nothing
 } dpl_mx_block;
 
 // Rows as NVFP4: blocks of 16 along each row. A byte has the codes of two columns, the even one in

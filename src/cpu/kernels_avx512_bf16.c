@@ -64,6 +64,7 @@ void dpl_kernels_avx512_bf16(dpl_kernels *k) {
     g->put_past = put_past;
     g->enter = NULL;
     g->leave = NULL;
+    g->flushes = false;
     g->peak = peak_dot;
     k->rows = (dpl_row_kernels){ROW_KERNELS};
 }

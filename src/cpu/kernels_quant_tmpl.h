@@ -56,19 +56,15 @@ INLINE reg_u32 where_below(reg_u32 a, reg_u32 b, reg_u32 yes, reg_u32 no) {
 INLINE reg_u32 least(reg_u32 a, reg_u32 b) {
 #if defined(__AVX512F__)
     return (reg_u32)_mm512_min_epu32((__m512i)a, (__m512i)b);
-#elif defined(__AVX2__)
-    return (reg_u32)_mm256_min_epu32((__m256i)a, (__m256i)b);
 #else
-    return either(below(a, b), a, b);
+    return (reg_u32)_mm256_min_epu32((__m256i)a, (__m256i)b);
 #endif
 }
 INLINE reg_u32 greatest(reg_u32 a, reg_u32 b) {
 #if defined(__AVX512F__)
     return (reg_u32)_mm512_max_epu32((__m512i)a, (__m512i)b);
-#elif defined(__AVX2__)
-    return (reg_u32)_mm256_max_epu32((__m256i)a, (__m256i)b);
 #else
-    return either(below(a, b), b, a);
+    return (reg_u32)_mm256_max_epu32((__m256i)a, (__m256i)b);
 #endif
 }
 
@@ -429,14 +425,19 @@ INLINE bool wide_scales(dpl_code f, dpl_scale_rule rule, size_t n, wide_block *w
 
 INLINE void wide_codes(dpl_code f, dpl_scale_rule rule, dpl_dtype dtype, size_t m, size_t n,
                        const void *x, size_t ld, const wide_block *w, uint8_t *codes,
-                       size_t ld_codes) {
+                       size_t ld_codes, size_t ahead) {
     (void)rule;
     for (size_t r = 0; r < m; r++, codes += ld_codes) {
+        const uint8_t *next = (const uint8_t *)x + r * ld * dpl_dtype_bytes(dtype) + ahead;
+        (void)next;
 #if defined(__AVX512BW__)
-        for (size_t c = 0; c < n; c += 32)
+        for (size_t c = 0; c < n; c += 32) {
+            for (size_t at = 0; at < 32 * dpl_dtype_bytes(dtype); at += 64)
+                __builtin_prefetch(next + c * dpl_dtype_bytes(dtype) + at, 0, 2);
             _mm256_storeu_si256(
                 (__m256i *)(void *)(codes + c),
                 word_codes(f, rule, upper_words(dtype, x, r * ld + c), bits_at(w->less + c)));
+        }
 #else
         for (size_t c = 0; c < n; c += REG)
             store_codes(codes + c,
@@ -454,7 +455,7 @@ INLINE void mx_columns_as(dpl_code f, dpl_scale_rule rule, dpl_dtype dtype, cons
         n = DPL_MIN(end - c, (size_t)MX_WIDE);
         wide_maxima(dtype, b->m, n, x, b->ld, &w);
         if (__builtin_expect(wide_scales(f, rule, n, &w, scales), 1))
-            wide_codes(f, rule, dtype, b->m, n, x, b->ld, &w, codes, b->ld_codes);
+            wide_codes(f, rule, dtype, b->m, n, x, b->ld, &w, codes, b->ld_codes, b->ahead);
         else
             for (size_t i = 0; i < n; i += STRIP)
                 mx_strip(f, rule, dtype, b->m, x + i * size, b->ld, codes + i, b->ld_codes,

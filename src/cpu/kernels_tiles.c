@@ -86,4 +86,5 @@ static void dot(int c, int a, int b) {
 
 void dpl_kernels_tiles(dpl_kernels *k) {
     set_table(k, "soft_bf16");
+    k->gemm[DPL_BF16].flushes = true;
 }

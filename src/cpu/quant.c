@@ -4,6 +4,8 @@
 
 #define TASK_BYTES ((size_t)256 << 10) // of numbers, which the second way reads from cache
 
+#define TASKS_PER_THREAD 8
+
 typedef struct mx_args {
     dpl_mat x;
     dpl_row_map map;
@@ -58,10 +60,9 @@ static dpl_mat numbers_at(const mx_args *a, void *scratch, size_t row, size_t m,
     return (dpl_mat){scratch, n, a->x.dtype};
 }
 
-// Some columns of up to 32 rows, which come from memory once.
-static void quantize_block(const void *args, const dpl_part *part) {
-    const mx_args *a = args;
-    const size_t block = part->i / a->tasks_wide, col = part->i % a->tasks_wide * a->wide;
+// Some columns of up to 32 rows, which come from memory once. With `more` the next ones follow.
+static void quantize_block(const mx_args *a, const dpl_part *part, size_t i_task, bool more) {
+    const size_t block = i_task / a->tasks_wide, col = i_task % a->tasks_wide * a->wide;
     const size_t n = DPL_MIN(a->n - col, a->wide), g = group_of(&a->groups, block);
     const size_t first = (size_t)first_row(&a->groups, g);
     const size_t row = first + (block - dpl_mx_first_block(g, (int64_t)first)) * DPL_MX_BLOCK;
@@ -77,14 +78,23 @@ static void quantize_block(const void *args, const dpl_part *part) {
     if (a->by_column.codes) {
         dpl_mx_block b = block_at(a, &a->by_column, x, row, m, col, n);
         b.scales = a->by_column.scales + block * b.ld_scales + col;
+        if (more && !a->map.slot && a->tasks_wide == 1)
+            b.ahead = m * x.ld * dpl_dtype_bytes(x.dtype);
         part->q->mx_columns(&b);
     }
+}
+
+static void quantize_blocks(const void *args, const dpl_part *part) {
+    for (size_t i = part->first; i < part->end; i++)
+        quantize_block(args, part, i, i + 1 < part->end);
 }
 
 static void mx_quantize(dpl_ctx *ctx, const void *args) {
     const mx_args *a = args;
     const size_t blocks = dpl_mx_column_blocks(a->groups.n, a->groups.n_rows);
-    dpl_ctx_loop(ctx, (dpl_loop){quantize_block, blocks * a->tasks_wide, 1}, a);
+    const size_t n = blocks * a->tasks_wide;
+    const size_t each = n / (TASKS_PER_THREAD * (size_t)dpl_ctx_threads(ctx));
+    dpl_ctx_loop(ctx, (dpl_loop){quantize_blocks, n, DPL_MIN(DPL_MAX(each, 1), 8)}, a);
 }
 
 void dpl_mx_quantize(dpl_ctx *ctx, dpl_mat x, dpl_row_map map, dpl_groups groups, size_t n,

@@ -295,7 +295,7 @@ void dpl_model_refresh(dpl_model *m) {
         dpl_to_bf16(m->ctx, m->params.master, m->params.own_elems, m->params.copy);
     for (const dpl_param *p = list; m->mx_elems && p < list + m->params.n; p++) {
         dpl_model_requantize(m, p);
-        if (!p->mx.codes[0])
+        if (!p->mx.codes[0] && p->kind <= DPL_GATE_UP)
             dpl_to_bf16(m->ctx, m->params.master + p->offset, p->elems, m->params.copy + p->offset);
     }
     dpl_model_changed(m);

@@ -40,10 +40,12 @@ static void keep_rows(dpl_ctx *ctx, dpl_moe_memory *memory, const dpl_moe_shape 
     const size_t n_rows = s->ep.n_rows, shared_f = shape->shared_f;
     if (!dpl_ep_is_spread(s->ep.ranks)) // else they come with the rows
         s->experts.row_weight = dpl_moe_keep(ctx, memory, n_rows * sizeof(float));
-    if (shape->mx_wire) // what the experts read is not what was there
-        s->experts.x = dpl_moe_mat(ctx, memory,
-                                   dpl_ep_is_spread(s->ep.ranks) ? n_rows : s->ep.n_tokens,
-                                   shape->d, DPL_BF16);
+    // What the experts read is not what was there. (One rank has a row a token; while bytes are
+    // counted that is not known.)
+    const bool all_rows = !ctx || dpl_ep_is_spread(s->ep.ranks);
+    if (shape->mx_wire)
+        s->experts.x = dpl_moe_mat(ctx, memory, all_rows ? n_rows : s->ep.n_tokens, shape->d,
+                                   DPL_BF16);
     keep_mlp(ctx, memory, shape, n_rows, shape->f, &s->experts);
     if (shared_f) keep_mlp(ctx, memory, shape, s->ep.n_tokens, shared_f, &s->shared);
     if (s->ep.ranks->reduces && s->ep.ranks->n_hosts > 1) dpl_remote_keep(ctx, &s->ep);
@@ -68,7 +70,9 @@ static dpl_status check_rows(dpl_ctx *ctx, const dpl_moe_memory *memory, const d
     const size_t planned = ctx->planned_end ? s->ep.n_tokens * s->ep.top_k : 0;
     const size_t extra = s->ep.n_rows - DPL_MIN(planned, s->ep.n_rows);
     const size_t sent = s->ep.ranks->n_hosts > 1 ? 2 * shape->d : 0;
-    const size_t rounded = shape->mx_wire ? 2 * shape->d : 0;
+    const bool quantized = s->experts.gate_up_w.mx; // then gradients are made of codes
+    const size_t rounded = (shape->mx_wire ? 2 * shape->d : 0) +
+                           (quantized ? shape->d + dpl_gate_up_width(shape->f) : 0);
     const size_t bytes = extra * dpl_dtype_bytes(shape->dtype) *
                          (2 * (dpl_gate_up_width(shape->f) + shape->f) + sent + rounded);
     const size_t mark = dpl_ctx_mark(ctx),

@@ -101,7 +101,9 @@ static dpl_status write_places(dpl_trainer *t) {
 
 static dpl_status write_mesh(dpl_trainer *t) {
     const dpl_mesh *mesh = &t->mesh;
-    const double bytes = (double)t->model->params.own_elems * (t->model->params.copy ? 18 : 16);
+    const dpl_model *m = t->model;
+    const double bytes = (double)m->params.own_elems * (m->params.copy ? 18 : 16) +
+                         (double)m->mx_bytes - 2 * (double)m->mx_elems;
     SAY(t, "mesh: data %d x fsdp %d x expert %d, %s: %d ranks of %d threads", mesh->n_data,
         mesh->n_fsdp, mesh->n_expert, dpl_comm_name(mesh->world), mesh->world->n_ranks,
         dpl_ctx_threads(t->ctx));
