@@ -78,7 +78,7 @@ static void quantize_block(const mx_args *a, const dpl_part *part, size_t i_task
     if (a->by_column.codes) {
         dpl_mx_block b = block_at(a, &a->by_column, x, row, m, col, n);
         b.scales = a->by_column.scales + block * b.ld_scales + col;
-        if (more && !a->map.slot && a->tasks_wide == 1)
+        if (more && !a->by_row.codes && !a->map.slot && a->tasks_wide == 1)
             b.ahead = m * x.ld * dpl_dtype_bytes(x.dtype);
         part->q->mx_columns(&b);
     }
