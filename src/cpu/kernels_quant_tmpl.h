@@ -15,12 +15,14 @@ typedef int32_t reg_i32 __attribute__((vector_size(REG_BYTES)));
 #define UNROLL_4 _Pragma("GCC unroll 4")
 #endif
 
-INLINE reg all_lanes(float x) {
 #if defined(__AVX512F__)
-    return (reg)_mm512_set1_ps(x);
+typedef __m512i line;
 #else
-    return (reg)_mm256_set1_ps(x);
+typedef __m256i line;
 #endif
+
+INLINE reg all_lanes(float x) {
+    return (reg)OP(set1_ps)(x);
 }
 
 // What a format is, as constants where the compiler knows the format.
@@ -54,18 +56,10 @@ INLINE reg_u32 where_below(reg_u32 a, reg_u32 b, reg_u32 yes, reg_u32 no) {
 #endif
 }
 INLINE reg_u32 least(reg_u32 a, reg_u32 b) {
-#if defined(__AVX512F__)
-    return (reg_u32)_mm512_min_epu32((__m512i)a, (__m512i)b);
-#else
-    return (reg_u32)_mm256_min_epu32((__m256i)a, (__m256i)b);
-#endif
+    return (reg_u32)OP(min_epu32)((line)a, (line)b);
 }
 INLINE reg_u32 greatest(reg_u32 a, reg_u32 b) {
-#if defined(__AVX512F__)
-    return (reg_u32)_mm512_max_epu32((__m512i)a, (__m512i)b);
-#else
-    return (reg_u32)_mm256_max_epu32((__m256i)a, (__m256i)b);
-#endif
+    return (reg_u32)OP(max_epu32)((line)a, (line)b);
 }
 
 INLINE reg_u32 magnitude(reg x) {
@@ -497,11 +491,9 @@ MX_KERNEL(quant_mx_columns, mx_columns_as)
 typedef int16_t words __attribute__((vector_size(REG_BYTES)));
 
 #if defined(__AVX512F__)
-typedef __m512i line;
 #define EIGHTS_APART(x)      _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), x)
 #define ANY_WITHOUT(x, bits) (_mm512_testn_epi8_mask(x, _mm512_set1_epi8(bits)) != 0)
 #else
-typedef __m256i line;
 #define EIGHTS_APART(x) _mm256_permute4x64_epi64(x, 0xd8)
 #define ANY_WITHOUT(x, bits)                                                             \
     (_mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_and_si256(x, _mm256_set1_epi8(bits)), \
@@ -705,15 +697,9 @@ static void quant_expand_row(dpl_code f, size_t n, const uint8_t *codes, const u
 }
 
 /* ---- NVFP4 ----------------------------------------------------------------------------------- */
-#if defined(__AVX512F__)
-#define MADD(a, b, c)       ((reg)_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c)))
-#define MINUS_PROD(a, b, c) ((reg)_mm512_fnmadd_ps((__m512)(a), (__m512)(b), (__m512)(c)))
-#define MUL_EVENS(a, b)     ((reg_u32)_mm512_mul_epu32((__m512i)(a), (__m512i)(b)))
-#else
-#define MADD(a, b, c)       ((reg)_mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c)))
-#define MINUS_PROD(a, b, c) ((reg)_mm256_fnmadd_ps((__m256)(a), (__m256)(b), (__m256)(c)))
-#define MUL_EVENS(a, b)     ((reg_u32)_mm256_mul_epu32((__m256i)(a), (__m256i)(b)))
-#endif
+#define MADD(a, b, c)       ((reg)OP(fmadd_ps)((vec)(a), (vec)(b), (vec)(c)))
+#define MINUS_PROD(a, b, c) ((reg)OP(fnmadd_ps)((vec)(a), (vec)(b), (vec)(c)))
+#define MUL_EVENS(a, b)     ((reg_u32)OP(mul_epu32)((line)(a), (line)(b)))
 typedef uint64_t reg_u64 __attribute__((vector_size(REG_BYTES)));
 
 INLINE void multiply_wide(reg_u32 x, uint32_t by, reg_u32 *low, reg_u32 *high) {

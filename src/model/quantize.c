@@ -20,10 +20,6 @@ static bool is_dense_product(dpl_param_id id) {
     }
 }
 
-static bool is_expert(dpl_param_id id) {
-    return id == DPL_P_EXPERT_GATE_UP || id == DPL_P_EXPERT_DOWN;
-}
-
 static dpl_status quantize_param(dpl_model *m, dpl_param *p, dpl_mx_rule rule) {
     const size_t bytes = dpl_mx_weight_bytes(p->n_groups, p->n, p->k);
     p->mx.rule = rule;
@@ -46,7 +42,7 @@ dpl_status dpl_model_quantize(dpl_model *m, bool dense, bool experts, dpl_mx_rul
                "quantization of parameters that are sharded is not supported yet: expected "
                "ici_fsdp_parallelism=1 and dcn_fsdp_parallelism=1");
     for (dpl_param *p = m->params.list; p < m->params.list + m->params.n; p++)
-        if ((dense && is_dense_product(p->id)) || (experts && is_expert(p->id)))
+        if ((dense && is_dense_product(p->id)) || (experts && dpl_param_is_expert(p)))
             DPL_TRY(quantize_param(m, p, rule));
     return DPL_OK;
 }
