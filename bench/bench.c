@@ -117,6 +117,20 @@ double dpl_bench_median(size_t runs, void (*fn)(void *arg), void *arg) {
     return dpl_bench_middle(seconds, runs);
 }
 
+void dpl_bench_turns(size_t runs, void (*const fns[2])(void *arg), void *arg,
+                     double medians_out[2]) {
+    double seconds[2][DPL_BENCH_RUNS_MAX];
+    runs = DPL_MIN(DPL_MAX(runs, (size_t)1), (size_t)DPL_BENCH_RUNS_MAX);
+    for (int fn = 0; fn < 2; fn++) fns[fn](arg);
+    for (size_t i = 0; i < runs; ++i)
+        for (int fn = 0; fn < 2; fn++) {
+            const double start = dpl_now();
+            fns[fn](arg);
+            seconds[fn][i] = dpl_now() - start;
+        }
+    for (int fn = 0; fn < 2; fn++) medians_out[fn] = dpl_bench_middle(seconds[fn], runs);
+}
+
 // Small numbers, so that no result overflows in any number of runs.
 void *dpl_bench_numbers(size_t n, dpl_dtype dtype) {
     void *p = dpl_alloc_array(n, dpl_dtype_bytes(dtype));

@@ -54,6 +54,9 @@ dpl_status dpl_bench_report(json_t *row, const dpl_bench_work *work, const dpl_b
 // Runs fn(arg) once to warm up and then `runs` times; returns the median in seconds.
 #define DPL_BENCH_RUNS_MAX 1000 // more are cut to it
 double dpl_bench_median(size_t runs, void (*fn)(void *arg), void *arg);
+// The same of two, which take turns: one time for both where the machine changes.
+void dpl_bench_turns(size_t runs, void (*const fns[2])(void *arg), void *arg,
+                     double medians_out[2]);
 double dpl_bench_middle(double *seconds, size_t n); // sorts them; n > 0
 void *dpl_bench_numbers(size_t n, dpl_dtype dtype); // for dpl_free(); NULL without memory
 

@@ -198,25 +198,19 @@ static void run_op(void *arg) {
     dpl_ctx_wait(b->ctx);
 }
 
-// Both take turns; `plain` only where operands are MXFP8.
-static void measure(gemm_bench *b, size_t runs, double *seconds_out, double *plain_out) {
-    double seconds[2][DPL_BENCH_RUNS_MAX];
-    const int ways = b->operand == MXFP8 ? 2 : 1;
-    runs = DPL_MIN(DPL_MAX(runs, (size_t)1), (size_t)DPL_BENCH_RUNS_MAX);
-    for (size_t i = 0; i <= runs; i++) // the first ones warm up
-        for (int plain = 0; plain < ways; plain++) {
-            b->plain = plain;
-            const double start = dpl_now();
-            run_op(b);
-            seconds[plain][i ? i - 1 : 0] = dpl_now() - start;
-        }
-    *seconds_out = dpl_bench_middle(seconds[0], runs);
-    *plain_out = ways > 1 ? dpl_bench_middle(seconds[1], runs) : 0;
+static void run_plain(void *arg) {
+    gemm_bench *b = arg;
+    b->plain = true;
+    run_op(b);
+    b->plain = false;
 }
 
 static dpl_status report(gemm_bench *b, const dpl_bench_limits *limits, size_t runs, bool json) {
-    double seconds, plain_s;
-    measure(b, runs, &seconds, &plain_s);
+    const bool compares = b->operand == MXFP8;
+    double medians[2];
+    if (compares) dpl_bench_turns(runs, (void (*const[])(void *)){run_op, run_plain}, b, medians);
+    else medians[0] = dpl_bench_median(runs, run_op, b);
+    const double seconds = medians[0];
     const double rows = (double)(b->n_experts * b->rows);
     const double n = (double)b->n, k = (double)b->k, weights = (double)b->n_experts * n * k;
     const double elem = (double)dpl_dtype_bytes(b->dtype);
@@ -231,9 +225,9 @@ static dpl_status report(gemm_bench *b, const dpl_bench_limits *limits, size_t r
                             (json_int_t)b->n, "threads", dpl_ctx_threads(b->ctx), "kernel",
                             dpl_bench_kernel(b->ctx, b->dtype));
     if (b->ctx->f32_parts) json_object_set_new(row, "precision", json_string(b->precision));
-    if (plain_s > 0) {
-        json_object_set_new(row, "bf16_us", json_real(plain_s * 1e6));
-        json_object_set_new(row, "over_bf16", json_real(plain_s / seconds));
+    if (compares) {
+        json_object_set_new(row, "bf16_us", json_real(medians[1] * 1e6));
+        json_object_set_new(row, "over_bf16", json_real(medians[1] / seconds));
     }
     return dpl_bench_report(row, &work, limits, seconds, json);
 }

@@ -51,26 +51,10 @@ static void run_copy(void *arg) {
     dpl_pool_run(b->ctx->pool, dpl_div_up(b->bytes, COPY_BYTES), copy_chunk, arg);
 }
 
-// Medians of both, which take turns.
-static void measure(quant_bench *b, size_t runs, double *quantize_out, double *copy_out) {
-    double quantize[DPL_BENCH_RUNS_MAX], copy[DPL_BENCH_RUNS_MAX];
-    runs = DPL_MIN(DPL_MAX(runs, (size_t)1), (size_t)DPL_BENCH_RUNS_MAX);
-    run_quantize(b);
-    run_copy(b);
-    for (size_t i = 0; i < runs; i++) {
-        const double start = dpl_now();
-        run_quantize(b);
-        const double mid = dpl_now();
-        run_copy(b);
-        quantize[i] = mid - start, copy[i] = dpl_now() - mid;
-    }
-    *quantize_out = dpl_bench_middle(quantize, runs);
-    *copy_out = dpl_bench_middle(copy, runs);
-}
-
 static dpl_status report(quant_bench *b, size_t runs, bool json) {
-    double seconds, copy_s;
-    measure(b, runs, &seconds, &copy_s);
+    double medians[2];
+    dpl_bench_turns(runs, (void (*const[])(void *)){run_quantize, run_copy}, b, medians);
+    const double seconds = medians[0], copy_s = medians[1];
     const double elems = (double)b->rows * (double)b->n;
     const double codes = elems * (b->format == DPL_E2M1 ? 0.5 + 1.0 / 16 : 1 + 1.0 / DPL_MX_BLOCK);
     const double bytes = (double)b->bytes + codes * (b->way == 3 ? 2 : 1);

@@ -917,7 +917,7 @@ static float quant_amax(dpl_dtype dtype, const void *x, size_t n) {
 
 static void quant_nv_rows(const dpl_nv_rows *b) {
     nv_midpoints all;
-    fill_midpoints(&all);
+    if (REG == 16 && !b->seed_stream) fill_midpoints(&all); // else nobody asks
     for (size_t r = 0; r < b->m; r++)
         if (b->seed_stream && b->dtype == DPL_F32) nv_row(DPL_F32, true, &all, b, r);
         else if (b->seed_stream) nv_row(DPL_BF16, true, &all, b, r);
