@@ -12,7 +12,8 @@ static const struct {
 } kinds[] = {
     {"machine", "threads= mbytes=", dpl_bench_run_machine},
     {"gemm",
-     "op=forward|dgrad|wgrad|all dtype=f32|bf16|mxfp8 precision=default|bf16_x6|bf16_x3 experts= "
+     "op=forward|dgrad|wgrad|all dtype=f32|bf16|mxfp8|nvfp4 precision=default|bf16_x6|bf16_x3 "
+     "experts= "
      "rows= "
      "k= "
      "n= threads= runs=",

@@ -168,8 +168,9 @@ int dpl_bench_run_machine(dpl_bench_args *args) {
 /* ---- gemm ------------------------------------------------------------------------------------ */
 
 static const char *const op_names[] = {"forward", "dgrad", "wgrad"};
-static const char *const operands[] = {"f32", "bf16", "mxfp8", NULL}; // the first two: dpl_dtype
-enum { MXFP8 = 2 };
+static const char *const operands[] = {"f32", "bf16", "mxfp8", "nvfp4",
+                                       NULL}; // the first two: dpl_dtype
+enum { MXFP8 = 2, NVFP4 };
 static const char *const precisions[] = {"default", "bf16_x6", "bf16_x3", NULL};
 
 typedef struct gemm_bench {
@@ -181,8 +182,8 @@ typedef struct gemm_bench {
     const char *precision; // of fp32 products
     dpl_mat x, y;
     dpl_weight w;
-    dpl_mx_weight mx;
-    bool plain; // the products of bf16 that those of MXFP8 are compared with
+    dpl_quant_weight quant;
+    bool plain; // the products of bf16 that those of codes are compared with
     dpl_groups groups;
     float *dw;
 } gemm_bench;
@@ -190,7 +191,7 @@ typedef struct gemm_bench {
 static void run_op(void *arg) {
     const gemm_bench *b = arg;
     dpl_weight w = b->w;
-    if (b->operand == MXFP8 && !b->plain) w.mx = &b->mx;
+    if (b->operand >= MXFP8 && !b->plain) w.quant = &b->quant;
     w.grad = b->dw;
     if (b->op == 0) dpl_gemm_forward(b->ctx, b->x, &w, b->groups, b->y);
     if (b->op == 1) dpl_gemm_dgrad(b->ctx, b->y, &w, b->groups, b->x, false);
@@ -206,7 +207,7 @@ static void run_plain(void *arg) {
 }
 
 static dpl_status report(gemm_bench *b, const dpl_bench_limits *limits, size_t runs, bool json) {
-    const bool compares = b->operand == MXFP8;
+    const bool compares = b->operand >= MXFP8;
     double medians[2];
     if (compares) dpl_bench_turns(runs, (void (*const[])(void *)){run_op, run_plain}, b, medians);
     else medians[0] = dpl_bench_median(runs, run_op, b);
@@ -214,7 +215,9 @@ static dpl_status report(gemm_bench *b, const dpl_bench_limits *limits, size_t r
     const double rows = (double)(b->n_experts * b->rows);
     const double n = (double)b->n, k = (double)b->k, weights = (double)b->n_experts * n * k;
     const double elem = (double)dpl_dtype_bytes(b->dtype);
-    const double weight = weights * (b->operand == MXFP8 ? 1 + 1.0 / DPL_MX_BLOCK : elem);
+    const double weight = weights * (b->operand == MXFP8   ? 1 + 1.0 / DPL_MX_BLOCK
+                                     : b->operand == NVFP4 ? 0.5 + 1.0 / 256
+                                                           : elem);
     const dpl_bench_work work = {.dtype = b->dtype,
                                  .flops = 2 * rows * n * k,
                                  .read_bytes = elem * rows * (n + k) + (b->op < 2 ? weight : 0),
@@ -233,20 +236,25 @@ static dpl_status report(gemm_bench *b, const dpl_bench_limits *limits, size_t r
 }
 
 // One expert's weight for all.
-static dpl_status make_mx(gemm_bench *b) {
+static dpl_status make_codes(gemm_bench *b) {
     float *panels = dpl_bench_numbers(dpl_panel_elems(b->n, b->k), DPL_F32);
-    const size_t bytes = dpl_mx_weight_bytes(1, b->n, b->k);
+    dpl_quant_weight *w = &b->quant;
+    if (b->operand == NVFP4) w->rule = (dpl_quant_rule){DPL_E2M1, DPL_E2M1, DPL_SCALE_UP};
+    const size_t codes = dpl_quant_code_bytes(w->rule.format, 1, b->n, b->k);
+    const size_t scales = dpl_quant_scale_bytes(w->rule.format, 1, b->n, b->k);
     for (int way = 0; way < 2; way++) {
-        b->mx.codes[way] = dpl_alloc_array(b->n_experts, bytes);
-        b->mx.scales[way] = dpl_alloc_array(b->n_experts, bytes / DPL_MX_BLOCK);
+        w->codes[way] = dpl_alloc_array(b->n_experts, codes);
+        w->scales[way] = dpl_alloc_array(b->n_experts, scales);
     }
-    const bool complete = panels && b->mx.codes[0] && b->mx.codes[1] && b->mx.scales[0] &&
-                          b->mx.scales[1];
+    w->tensor_scale = dpl_alloc_array(b->n_experts, sizeof *w->tensor_scale);
+    const bool complete = panels && w->codes[0] && w->codes[1] && w->scales[0] && w->scales[1] &&
+                          w->tensor_scale;
     for (size_t g = 0; g < b->n_experts && complete; g++) {
-        dpl_mx_weight own = b->mx;
+        dpl_quant_weight own = *w;
         for (int way = 0; way < 2; way++)
-            own.codes[way] += g * bytes, own.scales[way] += g * bytes / DPL_MX_BLOCK;
-        dpl_mx_weight_pack(b->ctx, panels, 1, b->n, b->k, &own);
+            own.codes[way] += g * codes, own.scales[way] += g * scales;
+        own.tensor_scale += g;
+        dpl_quant_weight_pack(b->ctx, panels, 1, b->n, b->k, &own);
     }
     dpl_ctx_wait(b->ctx);
     dpl_free(panels);
@@ -288,7 +296,7 @@ int dpl_bench_run_gemm(dpl_bench_args *args) {
     const size_t runs = dpl_bench_size(args, "runs", 9);
     b.precision = precisions[dpl_bench_choice(args, "precision", precisions)];
     b.operand = dpl_bench_choice(args, "dtype", operands);
-    b.dtype = b.operand == MXFP8 ? DPL_BF16 : (dpl_dtype)b.operand;
+    b.dtype = b.operand >= MXFP8 ? DPL_BF16 : (dpl_dtype)b.operand;
     if (!dpl_bench_args_done(args)) return 2;
     if (!b.n_experts || !b.n || !b.k) {
         fputs("bench gemm: expected sizes above 0\n", stderr);
@@ -300,12 +308,13 @@ int dpl_bench_run_gemm(dpl_bench_args *args) {
     if (status == DPL_OK) status = dpl_ctx_set_precision(b.ctx, b.precision);
     if (status == DPL_OK) status = dpl_bench_machine(b.ctx, (size_t)512 << 20, &limits);
     if (status == DPL_OK) status = make_operands(&b, &offsets);
-    if (status == DPL_OK && b.operand == MXFP8) status = make_mx(&b);
+    if (status == DPL_OK && b.operand >= MXFP8) status = make_codes(&b);
     for (b.op = 0; status == DPL_OK && b.op < (int)DPL_COUNT(op_names); ++b.op) {
         if (op && op != b.op + 1) continue;
         status = report(&b, &limits, runs, args->json);
     }
-    for (int way = 0; way < 2; way++) dpl_free(b.mx.codes[way]), dpl_free(b.mx.scales[way]);
+    for (int way = 0; way < 2; way++) dpl_free(b.quant.codes[way]), dpl_free(b.quant.scales[way]);
+    dpl_free(b.quant.tensor_scale);
     dpl_free(b.x.p), dpl_free(b.y.p), dpl_free((void *)(uintptr_t)b.w.p);
     dpl_free(b.dw), dpl_free(offsets);
     if (status != DPL_OK) return failed(b.ctx);

@@ -21,18 +21,21 @@ typedef struct quant_bench {
     dpl_scale_rule rule;
     dpl_mat x;
     dpl_groups groups;
-    dpl_mx by_row, by_column;
-    dpl_nv nv;
+    dpl_codes by_row, by_column, nv, nv_column;
     bool random;
     uint8_t *copy;
 } quant_bench;
 
 static void run_quantize(void *arg) {
     const quant_bench *b = arg;
-    const dpl_mx none = {0};
+    const dpl_codes none = {0};
     static const uint64_t seed_stream[2] = {1, 1};
-    if (b->format == DPL_E2M1)
-        dpl_nv_quantize(b->ctx, b->x, b->rows, b->n, b->random ? seed_stream : NULL, b->nv);
+    const uint64_t *random = b->random ? seed_stream : NULL;
+    if (b->format == DPL_E2M1 && b->way == 1)
+        dpl_nv_quantize(b->ctx, b->x, b->groups, b->n, random, b->nv);
+    else if (b->format == DPL_E2M1)
+        dpl_nv_quantize_columns(b->ctx, b->x, (dpl_row_map){0}, b->groups, b->n, 0x5a3c, random,
+                                b->nv_column);
     else
         dpl_mx_quantize(b->ctx, b->x, (dpl_row_map){0}, b->groups, b->n, b->format, b->rule,
                         b->way == 2 ? none : b->by_row, b->way == 1 ? none : b->by_column);
@@ -86,15 +89,20 @@ static dpl_status make_operands(quant_bench *b, dpl_dtype dtype, int64_t **offse
     b->x = (dpl_mat){normal_numbers(b->rows * b->n, dtype), b->n, dtype};
     b->bytes = b->rows * b->n * dpl_dtype_bytes(dtype);
     b->copy = dpl_alloc(b->bytes);
-    b->by_row = (dpl_mx){dpl_alloc_array(b->rows, b->n), dpl_alloc_array(b->rows, n_scales), b->n,
-                         n_scales};
-    b->by_column = (dpl_mx){dpl_alloc_array(b->rows, b->n),
-                            dpl_alloc_array(dpl_mx_column_blocks(E, b->rows), b->n), b->n, b->n};
-    b->nv = (dpl_nv){b->by_row.codes, dpl_alloc_array(b->rows, dpl_div_up(b->n, 16)),
-                     dpl_alloc_array(b->rows, sizeof(float)), b->n, dpl_div_up(b->n, 16)};
+    const size_t nv_blocks = dpl_column_blocks(DPL_NV_BLOCK, E, b->rows);
+    b->by_row = (dpl_codes){dpl_alloc_array(b->rows, b->n), dpl_alloc_array(b->rows, n_scales),
+                            b->n, n_scales, NULL};
+    b->by_column = (dpl_codes){dpl_alloc_array(b->rows + 8 * E, b->n),
+                               dpl_alloc_array(dpl_column_blocks(DPL_MX_BLOCK, E, b->rows), b->n),
+                               b->n, b->n, NULL};
+    b->nv = (dpl_codes){b->by_row.codes, dpl_alloc_array(b->rows, dpl_div_up(b->n, 16)), b->n,
+                        dpl_div_up(b->n, 16), dpl_alloc_array(b->rows, sizeof(float))};
+    b->nv_column = (dpl_codes){b->by_column.codes, dpl_alloc_array(nv_blocks, b->n), b->n, b->n,
+                               dpl_alloc_array(E * b->n, sizeof(float))};
     *offsets_out = offsets;
     if (!offsets || !b->x.p || !b->copy || !b->by_row.codes || !b->by_row.scales ||
-        !b->by_column.codes || !b->by_column.scales || !b->nv.scales || !b->nv.tensor_scale)
+        !b->by_column.codes || !b->by_column.scales || !b->nv.scales || !b->nv.tensor_scale ||
+        !b->nv_column.scales || !b->nv_column.tensor_scale)
         return dpl_fail(DPL_ENOMEM, "bench quant: no memory for %zu x %zu numbers", b->rows, b->n);
     for (size_t e = 0; e <= E; e++) offsets[e] = (int64_t)(e * b->rows / E);
     b->groups.offsets = offsets;
@@ -125,12 +133,13 @@ int dpl_bench_run_quant(dpl_bench_args *args) {
     dpl_status status = dpl_ctx_create(threads, false, 0, &b.ctx);
     if (status == DPL_OK) status = make_operands(&b, dtype, &offsets);
     for (b.way = 1; status == DPL_OK && b.way < 4; b.way++)
-        if (b.format == DPL_E2M1 ? b.way == 1 : way == 0 || way == b.way)
+        if ((way == 0 || way == b.way) && !(b.format == DPL_E2M1 && b.way == 3))
             status = report(&b, runs, args->json);
     if (status != DPL_OK) fprintf(stderr, "%s\n", dpl_error_message());
     dpl_free(b.x.p), dpl_free(b.copy), dpl_free(offsets);
     dpl_free(b.by_row.codes), dpl_free(b.by_row.scales);
     dpl_free(b.nv.scales), dpl_free(b.nv.tensor_scale);
+    dpl_free(b.nv_column.scales), dpl_free(b.nv_column.tensor_scale);
     dpl_free(b.by_column.codes), dpl_free(b.by_column.scales);
     dpl_ctx_close(&b.ctx);
     return status != DPL_OK;

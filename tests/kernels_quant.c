@@ -248,6 +248,148 @@ static void check_nv_rows_random(kernel_test *t) {
     check_nv(t, true);
 }
 
+// Rows of any numbers, some of them missing, and columns that are not whole vectors or runs.
+static dpl_nv_columns nv_columns_case(kernel_test *t, dpl_dtype dtype, size_t n,
+                                      uint64_t seed_stream[2]) {
+    dpl_nv_columns b = {.dtype = dtype, .m = kernel_pick(t, 1, 16), .n = n, .ld_codes = n + 5};
+    const uint8_t *x = block_numbers(t, dtype, 16 * n);
+    for (size_t i = 0; i < b.m; i++)
+        b.rows[i] = kernel_pick(t, 0, 9) ? x + i * n * dpl_dtype_bytes(dtype) : NULL;
+    b.signs = (uint16_t)kernel_pick(t, 0, 0xffff);
+    b.tensor_scale = kernel_random(t, n);
+    for (size_t c = 0; c < n; c++)
+        b.tensor_scale[c] = ldexpf(fabsf(b.tensor_scale[c]), (int)kernel_pick(t, 0, 5) * 20 - 40);
+    for (size_t i = 0; i < 2; i++) seed_stream[i] = kernel_pick(t, 0, UINT32_MAX);
+    b.first = (uint64_t)kernel_pick(t, 0, UINT32_MAX) * 128 * kernel_pick(t, 0, 999);
+    b.ld_random = dpl_round_up(n, 128) + 128;
+    return b;
+}
+
+static void check_nv_columns(kernel_test *t) {
+    static const size_t widths[] = {0, 1, 7, 8, 15, 16, 17, 31, 32, 127, 128, 129, 200, 300};
+    for (int kind = 0; kind < 4; kind++)
+        for (size_t i = 0; i < DPL_COUNT(widths); kernel_done(t), i++) {
+            const size_t n = widths[i], n_codes = 8 * (n + 5);
+            uint64_t seed_stream[2];
+            dpl_nv_columns b = nv_columns_case(t, (dpl_dtype)(kind & 1), n, seed_stream);
+            if (kind & 2) b.seed_stream = seed_stream;
+            float *got = kernel_floats(t, n), *want_amax = kernel_floats(t, n);
+            for (size_t c = 0; c < n; c++) got[c] = want_amax[c] = kernel_pick(t, 0, 3) ? 0 : 1;
+            t->k->quant.nv_columns_amax(&b, got);
+            t->ref->quant.nv_columns_amax(&b, want_amax);
+            kernel_near(t, "largest magnitudes", got, want_amax, n, 0);
+            dpl_nv_columns want = b;
+            b.codes = kernel_buffer(t, n_codes), want.codes = kernel_buffer(t, n_codes);
+            memset(b.codes, 0xee, n_codes), memset(want.codes, 0xee, n_codes);
+            b.scales = kernel_buffer(t, n), want.scales = kernel_buffer(t, n);
+            t->k->quant.nv_columns(&b);
+            t->ref->quant.nv_columns(&want);
+            kernel_same(t, "scales", b.scales, want.scales, n);
+            kernel_same(t, "codes", b.codes, want.codes, n_codes);
+        }
+    uint64_t seed_stream[2];
+    t->aligned = true;
+    dpl_nv_columns b = nv_columns_case(t, DPL_BF16, N_BENCH, seed_stream);
+    const uint16_t *x = kernel_random_bf16(t, 16 * N_BENCH);
+    for (size_t i = 0; i < 16; i++) b.rows[i] = x + i * N_BENCH;
+    b.m = 16, b.ld_codes = N_BENCH;
+    for (size_t c = 0; c < N_BENCH; c++) b.tensor_scale[c] = 600;
+    b.codes = kernel_buffer(t, 8 * N_BENCH), b.scales = kernel_buffer(t, N_BENCH);
+    KERNEL_BENCH(t, 16 * N_BENCH, "elem", t->k->quant.nv_columns(&b));
+}
+
+static void check_nv_weight(kernel_test *t) {
+    for (int i = 0; i < 60; kernel_done(t), i++) {
+        const size_t ld = kernel_pick(t, 16, 40);
+        const float *x = i % 3 ? kernel_random(t, 16 * ld) : block_numbers(t, DPL_F32, 16 * ld);
+        const float scale = ldexpf(1.5f, (int)kernel_pick(t, 0, 5) * 20 - 40);
+        uint8_t *got = kernel_buffer(t, 257), *want = kernel_buffer(t, 257);
+        got[256] = t->k->quant.nv_weight(x, ld, scale, got, got + 128);
+        want[256] = t->ref->quant.nv_weight(x, ld, scale, want, want + 128);
+        kernel_same(t, "codes and scale", got, want, 257);
+    }
+    t->aligned = true;
+    const float *x = kernel_random(t, 256);
+    uint8_t *codes = kernel_buffer(t, 256);
+    KERNEL_BENCH(t, 256, "elem", t->k->quant.nv_weight(x, 16, 600, codes, codes + 128));
+}
+
+static uint8_t *random_bytes(kernel_test *t, size_t n, uint32_t most) {
+    uint8_t *bytes = kernel_buffer(t, n);
+    for (size_t i = 0; i < n; i++) bytes[i] = (uint8_t)kernel_pick(t, 0, most);
+    return bytes;
+}
+
+static void check_nv_expand_pairs(kernel_test *t) {
+    enum { BENCH = 32 };
+    for (size_t blocks = 0; blocks < 20; kernel_done(t), blocks++) {
+        const uint8_t *codes = random_bytes(t, blocks * 256, 255);
+        const uint8_t *scales = random_bytes(t, blocks * 2, 0x7f);
+        uint16_t *got = kernel_buffer(t, blocks * 1024), *want = kernel_buffer(t, blocks * 1024);
+        t->k->quant.nv_expand_pairs(blocks, codes, scales, got, 0);
+        t->ref->quant.nv_expand_pairs(blocks, codes, scales, want, 0);
+        same_numbers(t, got, want, blocks * 512);
+    }
+    t->aligned = true;
+    const uint8_t *codes = random_bytes(t, BENCH * 256, 255);
+    const uint8_t *scales = random_bytes(t, BENCH * 2, 0x7e);
+    uint16_t *y = kernel_buffer(t, BENCH * 1024);
+    KERNEL_BENCH(t, BENCH * 512, "elem", t->k->quant.nv_expand_pairs(BENCH, codes, scales, y, 0));
+}
+
+static void check_nv_expand_columns(kernel_test *t) {
+    enum { BENCH_N = 256 };
+    for (size_t n = 0; n < 80; kernel_done(t), n++) {
+        const size_t ld = n + 3;
+        const uint8_t *codes = random_bytes(t, 8 * ld, 255);
+        const uint8_t *scales = random_bytes(t, n, 0x7f);
+        uint16_t *got = kernel_buffer(t, 32 * ld), *want = kernel_buffer(t, 32 * ld);
+        memset(got, 0xee, 32 * ld), memset(want, 0xee, 32 * ld);
+        t->k->quant.nv_expand_columns(n, codes, ld, scales, got, ld);
+        t->ref->quant.nv_expand_columns(n, codes, ld, scales, want, ld);
+        same_numbers(t, got, want, 16 * ld);
+    }
+    t->aligned = true;
+    const uint8_t *codes = random_bytes(t, 8 * BENCH_N, 255);
+    const uint8_t *scales = random_bytes(t, BENCH_N, 0x7e);
+    uint16_t *y = kernel_buffer(t, 32 * BENCH_N);
+    KERNEL_BENCH(t, 16 * BENCH_N, "elem",
+                 t->k->quant.nv_expand_columns(BENCH_N, codes, BENCH_N, scales, y, BENCH_N));
+}
+
+static void check_nv_expand_row(kernel_test *t) {
+    for (size_t n = 0; n < 330; kernel_done(t), n += kernel_pick(t, 1, 9)) {
+        const uint8_t *codes = random_bytes(t, dpl_div_up(n, 2), 255);
+        const uint8_t *scales = random_bytes(t, dpl_div_up(n, 16), 0x7f);
+        uint16_t *got = kernel_buffer(t, 2 * n), *want = kernel_buffer(t, 2 * n);
+        t->k->quant.nv_expand_row(n, codes, scales, got);
+        t->ref->quant.nv_expand_row(n, codes, scales, want);
+        same_numbers(t, got, want, n);
+    }
+    t->aligned = true;
+    const uint8_t *codes = random_bytes(t, N_BENCH / 2, 255);
+    const uint8_t *scales = random_bytes(t, N_BENCH / 16, 0x7e);
+    uint16_t *y = kernel_buffer(t, 2 * N_BENCH);
+    KERNEL_BENCH(t, N_BENCH, "elem", t->k->quant.nv_expand_row(N_BENCH, codes, scales, y));
+}
+
+static void check_nv_scale(kernel_test *t) {
+    enum { BENCH_M = 64 };
+    for (size_t m = 0; m < 20; kernel_done(t), m++) {
+        const float *sums = kernel_random(t, m * 32), *rows = kernel_random(t, m);
+        const float *columns = kernel_random(t, 32);
+        float *got = kernel_random(t, m * 32), *want = kernel_floats(t, m * 32);
+        memcpy(want, got, m * 32 * sizeof *want);
+        t->k->quant.nv_scale(m, sums, rows, columns, m % 2, got);
+        t->ref->quant.nv_scale(m, sums, rows, columns, m % 2, want);
+        kernel_near(t, "scaled sums", got, want, m * 32, m % 2 ? 1e-6 : 0); // or one rounding
+    }
+    t->aligned = true;
+    float *sums = kernel_random(t, BENCH_M * 32), *rows = kernel_random(t, BENCH_M);
+    KERNEL_BENCH(t, BENCH_M * 32, "elem",
+                 t->k->quant.nv_scale(BENCH_M, sums, rows, rows, true, sums));
+}
+
 const kernel_entry kernel_quant_entries[] = {{"encode", check_encode},
                                              {"decode", check_decode},
                                              {"mx_rows", check_mx_rows},
@@ -257,4 +399,10 @@ const kernel_entry kernel_quant_entries[] = {{"encode", check_encode},
                                              {"expand_row", check_expand_row},
                                              {"nv_rows", check_nv_rows},
                                              {"nv_rows_random", check_nv_rows_random},
+                                             {"nv_columns", check_nv_columns},
+                                             {"nv_weight", check_nv_weight},
+                                             {"nv_expand_pairs", check_nv_expand_pairs},
+                                             {"nv_expand_columns", check_nv_expand_columns},
+                                             {"nv_expand_row", check_nv_expand_row},
+                                             {"nv_scale", check_nv_scale},
                                              {NULL, NULL}};

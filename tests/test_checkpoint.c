@@ -118,6 +118,7 @@ static void resumed_run_repeats_the_straight_one(void **state) {
     resumed_bits("dtype=float32");
     resumed_bits("dtype=bfloat16");
     resumed_bits("dtype=bfloat16 quantization=mxfp8 gmm_quantization=mxfp8");
+    resumed_bits("dtype=bfloat16 quantization=nvfp4 gmm_quantization=nvfp4");
 }
 
 static void stop_at_line(void *arg, const char *line) {

@@ -845,7 +845,7 @@ static void check_map(dpl_ctx *ctx, dpl_dtype x_dtype, dpl_dtype operand, size_t
     dpl_mat gate_up[2], hidden[2];
     float *dw[2];
     for (int i = 0; i < 2; ++i) {
-        const dpl_row_map map = {i ? slot : NULL, TOP_K};
+        const dpl_row_map map = {i ? slot : NULL, TOP_K, 0};
         gate_up[i] = random_mat(ROWS, n, 0, x_dtype), hidden[i] = random_mat(ROWS, f, 0, x_dtype);
         dw[i] = dpl_alloc_array(elems, sizeof *dw[i]);
         dpl_gemm_swiglu_forward(ctx, i ? x : copies, map, &w, groups, NULL, gate_up[i], f,

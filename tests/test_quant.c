@@ -172,13 +172,13 @@ static void test_floats(void **state) {
 
 /* ---- matrices -------------------------------------------------------------------------------- */
 typedef struct mx_out {
-    dpl_mx rows, columns;
+    dpl_codes rows, columns;
     size_t row_bytes, column_bytes; // of scales
     size_t elems;
 } mx_out;
 
-static dpl_mx buffers(size_t n_rows, size_t n, size_t n_scales, size_t ld_scales) {
-    dpl_mx m = {malloc(n_rows * n + 1), malloc(n_scales + 1), n, ld_scales};
+static dpl_codes buffers(size_t n_rows, size_t n, size_t n_scales, size_t ld_scales) {
+    dpl_codes m = {malloc(n_rows * n + 1), malloc(n_scales + 1), n, ld_scales, NULL};
     memset(m.codes, 0xee, n_rows * n + 1);
     memset(m.scales, 0xee, n_scales + 1);
     return m;
@@ -189,7 +189,7 @@ static mx_out quantize(dpl_ctx *ctx, const void *x, dpl_dtype dtype, size_t n_ro
                        const int64_t *offsets, size_t n_groups, dpl_code f, dpl_scale_rule rule) {
     const size_t blocks = dpl_div_up(n, DPL_MX_BLOCK);
     mx_out out = {.row_bytes = n_rows * blocks, .elems = n_rows * n};
-    out.column_bytes = dpl_mx_column_blocks(n_groups, n_rows) * n;
+    out.column_bytes = dpl_column_blocks(DPL_MX_BLOCK, n_groups, n_rows) * n;
     out.rows = buffers(n_rows, n, out.row_bytes, blocks);
     out.columns = buffers(n_rows, n, out.column_bytes, n);
     dpl_mx_quantize(ctx, (dpl_mat){(void *)(uintptr_t)x, n, dtype}, (dpl_row_map){0},
@@ -288,7 +288,8 @@ static void compare_groups(dpl_ctx *ctx, const float *x, const int *offsets, con
     for (size_t g = 0; g < n_groups; g++)
         for (size_t row = (size_t)offsets[g]; row < (size_t)offsets[g + 1]; row += 32, i_block++) {
             assert_int_equal(row, starts[i_block]);
-            const size_t at = dpl_mx_first_block(g, offsets[g]) + (row - (size_t)offsets[g]) / 32;
+            const size_t at = dpl_first_block(DPL_MX_BLOCK, g, offsets[g]) +
+                              (row - (size_t)offsets[g]) / 32;
             assert_memory_equal(out.columns.scales + at * n, want + i_block * n, n);
         }
     free_mx(&out);
@@ -329,7 +330,7 @@ static void compare_alone(dpl_ctx *ctx, dpl_ctx *one, dpl_dtype dtype) {
         assert_memory_equal(all.columns.codes + first * N, own.columns.codes, m * N);
         assert_memory_equal(all.rows.scales + first * all.rows.ld_scales, own.rows.scales,
                             own.row_bytes);
-        assert_memory_equal(all.columns.scales + dpl_mx_first_block(g, offsets[g]) * N,
+        assert_memory_equal(all.columns.scales + dpl_first_block(DPL_MX_BLOCK, g, offsets[g]) * N,
                             own.columns.scales, dpl_div_up(m, 32) * N);
         free_mx(&own);
     }
@@ -417,7 +418,7 @@ static void test_nv(void **state) {
 }
 
 typedef struct nv_out {
-    dpl_nv nv;
+    dpl_codes nv;
     size_t n_codes, n_scales;
 } nv_out;
 
@@ -427,7 +428,7 @@ static nv_out quantize_nv(dpl_ctx *ctx, const float *x, size_t m, size_t n,
     out.n_codes = m * out.nv.ld_codes, out.n_scales = m * out.nv.ld_scales;
     out.nv.codes = malloc(out.n_codes), out.nv.scales = malloc(out.n_scales);
     out.nv.tensor_scale = malloc(m * sizeof(float));
-    dpl_nv_quantize(ctx, dpl_mat_f32(x, n), m, n, random, out.nv);
+    dpl_nv_quantize(ctx, dpl_mat_f32(x, n), dpl_one_group(m), n, random, out.nv);
     dpl_ctx_wait(ctx);
     return out;
 }
@@ -509,6 +510,46 @@ static void test_nv_faults(void **state) {
     dpl_ctx_close(&ctx);
 }
 
+// 67: the codes of a weight, transposed, are those of the transposed weight, and so are scales.
+static void test_nv_transposed(void **state) {
+    (void)state;
+    enum { N = 96, K = 50, CODES = 96 * 64 / 2, SCALES = 96 * 64 / 256 };
+    float *rows[2], *panels[2];
+    dpl_quant_weight w[2];
+    for (int i = 0; i < 2; i++) {
+        w[i] = (dpl_quant_weight){.rule = {.format = DPL_E2M1, .grad_format = DPL_E2M1}};
+        rows[i] = malloc(N * K * sizeof(float));
+        panels[i] = dpl_alloc(dpl_panel_elems(i ? K : N, i ? N : K) * sizeof(float));
+        for (int way = 0; way < 2; way++)
+            w[i].codes[way] = malloc(CODES), w[i].scales[way] = malloc(SCALES);
+        w[i].tensor_scale = malloc(sizeof(float));
+    }
+    for (size_t i = 0; i < N * K; i++)
+        rows[0][i] = rows[1][i % K * N + i / K] = (float)dpl_rng_normal(3, 1, i);
+    for (int level = 0; level < DPL_CPU_N; level++) {
+        dpl_ctx *ctx = open_level(level, 2);
+        if (!ctx) continue;
+        for (int i = 0; i < 2; i++) {
+            const size_t n = i ? K : N, k = i ? N : K;
+            assert_int_equal(dpl_quant_code_bytes(DPL_E2M1, 1, n, k), CODES);
+            assert_int_equal(dpl_quant_scale_bytes(DPL_E2M1, 1, n, k), SCALES);
+            dpl_panel_pack(ctx, rows[i], n, k, panels[i]);
+            dpl_quant_weight_pack(ctx, panels[i], 1, n, k, &w[i]);
+            dpl_ctx_wait(ctx);
+        }
+        assert_true(w[0].tensor_scale[0] == w[1].tensor_scale[0]);
+        for (int way = 0; way < 2; way++) {
+            assert_memory_equal(w[0].codes[way], w[1].codes[!way], CODES);
+            assert_memory_equal(w[0].scales[way], w[1].scales[!way], SCALES);
+        }
+        dpl_ctx_close(&ctx);
+    }
+    for (int i = 0; i < 2; i++) {
+        free(rows[i]), dpl_free(panels[i]), free(w[i].tensor_scale);
+        for (int way = 0; way < 2; way++) free(w[i].codes[way]), free(w[i].scales[way]);
+    }
+}
+
 /* ---- known faults ---------------------------------------------------------------------------- */
 static void test_faults(void **state) {
     (void)state;
@@ -550,13 +591,13 @@ int main(void) {
     const char *root = fixture_root();
     if (root && !fixture_open(fixture_path("formats.safetensors"), &reference)) return 1;
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_tables),  cmocka_unit_test(test_codes),
-        cmocka_unit_test(test_scales),  cmocka_unit_test(test_floats),
-        cmocka_unit_test(test_matrix),  cmocka_unit_test(test_tail),
-        cmocka_unit_test(test_errors),  cmocka_unit_test(test_nv),
-        cmocka_unit_test(test_nv_rows), cmocka_unit_test(test_nv_faults),
-        cmocka_unit_test(test_groups),  cmocka_unit_test(test_alone),
-        cmocka_unit_test(test_faults)};
+        cmocka_unit_test(test_tables),        cmocka_unit_test(test_codes),
+        cmocka_unit_test(test_scales),        cmocka_unit_test(test_floats),
+        cmocka_unit_test(test_matrix),        cmocka_unit_test(test_tail),
+        cmocka_unit_test(test_errors),        cmocka_unit_test(test_nv),
+        cmocka_unit_test(test_nv_rows),       cmocka_unit_test(test_nv_faults),
+        cmocka_unit_test(test_nv_transposed), cmocka_unit_test(test_groups),
+        cmocka_unit_test(test_alone),         cmocka_unit_test(test_faults)};
     const int n_failed = cmocka_run_group_tests(tests, NULL, NULL);
     fixture_close(&reference);
     return n_failed;

@@ -43,9 +43,10 @@ typedef struct gemm_args {
     dpl_mat left, right, out;  // forward: x, w, y; dgrad: dy, w, dx; wgrad: x, dy, dw
     const dpl_gemm_kernels *g; // of the operands' class
     size_t n_parts;            // of each operand: more than 1 for fp32 made of bf16
-    bool mx; // operands are MXFP8: this weight's, or in wgrad these codes by column
-    dpl_mx_weight mx_weight;
-    dpl_mx left_codes, right_codes;
+    bool
+        quantized; // operands are codes: this weight's, or in wgrad those by column; on the left of
+    dpl_quant_weight quant; // NVFP4 too, in MXFP8 they are rounded as they are packed
+    dpl_codes left_codes, right_codes;
     gemm_swiglu swiglu;
     dpl_row_map map; // of the rows of x on the left
     dpl_groups groups;
@@ -74,28 +75,35 @@ typedef struct gemm_block {
     float *c;                     // sums of the first panel (m, 32)
     size_t c_panel;               // floats to those of the next: 0, it takes their place
     uint8_t *gathered;            // with a map: rows of x
-    uint16_t *expanded, *expanded_right; // with mx: what is packed of either operand
-    size_t mx_block;                     // in wgrad: of scales, the group's first
+    uint16_t *expanded, *expanded_right; // of codes: what is packed of either operand
+    size_t group, code_block;            // code_block: in wgrad, of scales, the group's first
     unsigned entered;                    // what this thread was before products
 } gemm_block;
+
+// Then the tensor scales are left to the sums.
+static bool is_nv(const gemm_args *a) {
+    return a->quantized && a->quant.rule.format == DPL_E2M1;
+}
 
 /* ---- cutting into tasks ---------------------------------------------------------------------- */
 // All of a group as one block.
 static gemm_block whole_group(const gemm_args *a, size_t g) {
     const int64_t *offsets = a->groups.offsets;
-    gemm_block b = {.a = a, .g = a->g, .n_rows = a->groups.n_rows};
+    gemm_block b = {.a = a, .g = a->g, .n_rows = a->groups.n_rows, .group = g};
     if (offsets) {
         b.row = (size_t)offsets[g];
         b.n_rows = (size_t)offsets[g + 1] - b.row;
     }
     b.m = a->op == WGRAD ? a->k : b.n_rows;
     b.depth = a->op == FORWARD ? a->k : a->op == DGRAD ? a->n : b.n_rows;
+    if (a->op == WGRAD && is_nv(a)) b.depth = dpl_round_up(b.n_rows, DPL_NV_BLOCK); // rotated
     b.n_cols = a->op == DGRAD ? a->k : a->n;
     b.n_panels = dpl_div_up(b.n_cols, DPL_PANEL);
-    b.streams = a->op == FORWARD || (a->op == DGRAD && a->mx);
-    b.k_rows = b.streams && a->mx ? dpl_round_up(b.depth, DPL_MX_BLOCK) : dpl_panel_depth(a->k);
+    b.streams = a->op == FORWARD || (a->op == DGRAD && a->quantized);
+    b.k_rows = b.streams && a->quantized ? dpl_round_up(b.depth, DPL_MX_BLOCK)
+                                         : dpl_panel_depth(a->k);
     b.weight_row = g * (b.streams ? b.n_panels : dpl_div_up(a->n, DPL_PANEL)) * b.k_rows;
-    b.mx_block = dpl_mx_first_block(g, (int64_t)b.row);
+    b.code_block = dpl_first_block(is_nv(a) ? DPL_NV_BLOCK : DPL_MX_BLOCK, g, (int64_t)b.row);
     // Chunks are even, whole panels long, and depend on the depth only: so do the bits.
     const size_t n_chunks = DPL_MAX(1, dpl_div_up(b.depth, b.g->kc));
     b.chunk = dpl_round_up(dpl_div_up(b.depth, n_chunks), DPL_PANEL);
@@ -127,7 +135,7 @@ static size_t block_rows(const gemm_block *b) {
 
 // Whether sums that are not complete may be in the result.
 static bool sums_in_out(const gemm_args *a) {
-    return a->out.dtype == DPL_F32 && !a->swiglu.mat.p;
+    return a->out.dtype == DPL_F32 && !a->swiglu.mat.p && !is_nv(a);
 }
 
 // Whether a block of m rows has to put sums aside until more of the left operand is packed.
@@ -239,6 +247,11 @@ static dpl_mat gather_left(const gemm_block *b, size_t first, size_t m, size_t l
     return dpl_mat_at((dpl_mat){b->gathered, n, b->a->left.dtype}, 0, wgrad ? first : 0);
 }
 
+// In wgrad: that of row l of the group.
+static size_t block_of(const gemm_block *b, size_t l) {
+    return b->code_block + l / (is_nv(b->a) ? DPL_NV_BLOCK : DPL_MX_BLOCK);
+}
+
 // What makes codes or numbers of codes is no product: there subnormals are what they are.
 static void pause_products(const gemm_block *b) {
     if (b->g->flushes) dpl_gemm_leave(b->g, b->entered);
@@ -248,29 +261,34 @@ static void resume_products(const gemm_block *b) {
     if (b->g->flushes) (void)dpl_gemm_enter(b->g);
 }
 
-// As left_at, of MXFP8 operands: in forward and dgrad a chunk of one tile's rows, rounded; in wgrad
-// a chunk of all columns of the block, for all its tiles.
+// As left_at, of codes: in forward and dgrad a chunk of a tile's rows, which MXFP8 rounds here; in
+// wgrad a chunk of all columns of the block, for all its tiles.
 static dpl_mat expand_left(const gemm_block *b, dpl_mat x, size_t first, size_t m, size_t l,
                            size_t depth) {
     const gemm_args *a = b->a;
-    const dpl_mx_rule rule = a->mx_weight.rule;
+    const dpl_quant_rule rule = a->quant.rule;
     const dpl_code format = a->op == DGRAD ? rule.grad_format : rule.format;
+    if (a->op != WGRAD && is_nv(a)) {
+        dpl_quant_expand_rows(b->q, a->left_codes, a->map, b->row + b->m0 + first, m, l, depth,
+                              b->expanded);
+        return (dpl_mat){b->expanded, depth, DPL_BF16};
+    }
     if (a->op != WGRAD) {
         dpl_mx_round_rows(b->q, format, rule.scale, x, m, depth, b->expanded);
         return (dpl_mat){b->expanded, depth, DPL_BF16};
     }
     if (first == 0)
-        dpl_mx_expand_columns(b->q, format, a->left_codes, b->row + l,
-                              b->mx_block + l / DPL_MX_BLOCK, depth, b->m0, b->m, b->expanded);
+        dpl_quant_expand_columns(b->q, format, a->left_codes, b->row + l, block_of(b, l), depth,
+                                 b->m0, b->m, b->expanded);
     return dpl_mat_at((dpl_mat){b->expanded, b->m, DPL_BF16}, 0, first);
 }
 
 static void pack_left(const gemm_block *b, size_t first, size_t m, size_t l, size_t depth) {
     const gemm_args *a = b->a;
-    dpl_mat x = {0}; // in wgrad of MXFP8 there are codes only
-    if (a->map.slot) x = gather_left(b, first, m, l, depth);
-    else if (!a->mx || a->op != WGRAD) x = left_at(b, first, l);
-    if (a->mx) {
+    dpl_mat x = {0}; // there may be codes only
+    if (a->left.p && a->map.slot) x = gather_left(b, first, m, l, depth);
+    else if (a->left.p) x = left_at(b, first, l);
+    if (a->quantized) {
         pause_products(b);
         x = expand_left(b, x, first, m, l, depth);
         resume_products(b);
@@ -285,9 +303,8 @@ static void pack_left(const gemm_block *b, size_t first, size_t m, size_t l, siz
 static dpl_mat expand_right(const gemm_block *b, size_t p, size_t l, size_t depth) {
     const size_t n = panel_cols(b, p);
     pause_products(b);
-    dpl_mx_expand_columns(b->q, b->a->mx_weight.rule.grad_format, b->a->right_codes, b->row + l,
-                          b->mx_block + l / DPL_MX_BLOCK, depth, p * DPL_PANEL, n,
-                          b->expanded_right);
+    dpl_quant_expand_columns(b->q, b->a->quant.rule.grad_format, b->a->right_codes, b->row + l,
+                             block_of(b, l), depth, p * DPL_PANEL, n, b->expanded_right);
     resume_products(b);
     return (dpl_mat){b->expanded_right, n, DPL_BF16};
 }
@@ -295,7 +312,7 @@ static dpl_mat expand_right(const gemm_block *b, size_t p, size_t l, size_t dept
 static void pack_right(const gemm_block *b, size_t p, size_t l0, size_t depth, size_t part) {
     const gemm_args *a = b->a;
     const size_t n = panel_cols(b, p);
-    const dpl_mat from = a->mx ? expand_right(b, p, l0, depth) : right_at(b, p, l0);
+    const dpl_mat from = a->quantized ? expand_right(b, p, l0, depth) : right_at(b, p, l0);
     const dpl_gemm_load load = load_of(from.dtype, part);
     uint8_t *to = b->packed_b + part * b->part_b;
     if (a->op != DGRAD) {
@@ -323,10 +340,10 @@ static bool next_chunk(const gemm_block *b, size_t *p, size_t *l0) {
     return end < b->depth;
 }
 
-// A chunk of MXFP8 weights as bf16. With few rows memory is the limit: the next chunk comes
+// A chunk of a weight's codes as bf16. With few rows memory is the limit: the next chunk comes
 // meanwhile.
 static void expand_weight(const gemm_block *b, size_t p, size_t l0, size_t depth) {
-    const int way = b->a->op == FORWARD ? DPL_MX_FORWARD : DPL_MX_DGRAD;
+    const int way = b->a->op == FORWARD ? DPL_QUANT_FORWARD : DPL_QUANT_DGRAD;
     const size_t panel = b->weight_row / b->k_rows + p;
     size_t next_p = p, next_l = l0;
     ptrdiff_t ahead = 0;
@@ -334,15 +351,15 @@ static void expand_weight(const gemm_block *b, size_t p, size_t l0, size_t depth
         ahead = (const uint8_t *)right_at(b, next_p, next_l).p -
                 (const uint8_t *)right_at(b, p, l0).p;
     pause_products(b);
-    dpl_mx_expand_panel(b->q, &b->a->mx_weight, way, b->k_rows, panel, l0, depth, ahead,
-                        (uint16_t *)(void *)b->packed_b);
+    dpl_quant_expand_panel(b->q, &b->a->quant, way, b->k_rows, panel, l0, depth, ahead,
+                           (uint16_t *)(void *)b->packed_b);
     resume_products(b);
 }
 
 // The right operand (depth, 32) of panel p from contraction index l0 on: weights of this class are
 // used in place.
 static const uint8_t *right_panel(const gemm_block *b, size_t p, size_t l0, size_t depth) {
-    if (b->streams && b->a->mx) {
+    if (b->streams && b->a->quantized) {
         expand_weight(b, p, l0, depth);
         return b->packed_b;
     }
@@ -350,6 +367,20 @@ static const uint8_t *right_panel(const gemm_block *b, size_t p, size_t l0, size
     for (size_t part = 0; part < parts_of(b->a, b->a->right); part++)
         pack_right(b, p, l0, depth, part);
     return b->packed_b;
+}
+
+// Whether a block's few rows are multiplied with the codes themselves.
+static bool multiplies_codes(const gemm_block *b) {
+    return b->streams && is_nv(b->a) && b->g->nv_tile && b->m <= DPL_NV_TILE;
+}
+
+static void code_product(const gemm_block *b, size_t p, size_t l, size_t depth, float *c,
+                         bool add) {
+    const dpl_quant_weight *w = &b->a->quant;
+    const int way = b->a->op == FORWARD ? DPL_QUANT_FORWARD : DPL_QUANT_DGRAD;
+    const size_t at = (b->weight_row / b->k_rows + p) * b->k_rows + l;
+    b->g->nv_tile(b->m, depth, packed_left(b, 0, l, depth), w->codes[way] + at * DPL_PANEL / 2,
+                  w->scales[way] + at / DPL_NV_BLOCK * 2, c, add);
 }
 
 /* ---- what is fetched ahead ------------------------------------------------------------------- */
@@ -404,9 +435,9 @@ static dpl_gemm_ahead fetch_ahead(const gemm_block *b, size_t p, size_t l0, size
                                   size_t i) {
     const gemm_args *a = b->a;
     const size_t slots = dpl_div_up(depth, b->g->fetch);
-    if (a->op == WGRAD && a->mx) return fetch_nothing(b);
+    if (a->op == WGRAD && a->quantized) return fetch_nothing(b);
     if (a->op == WGRAD) return fetch_wgrad(b, p, l0, depth, i);
-    if (p == b->p0 && i + 1 < b->n_tiles && !a->map.slot) {
+    if (p == b->p0 && i + 1 < b->n_tiles && !a->map.slot && a->left.p) {
         const dpl_mat x = left_at(b, tile_first(b, i + 1), l0);
         const size_t elem = dpl_dtype_bytes(x.dtype), lines = dpl_div_up(depth * elem, LINE);
         return (dpl_gemm_ahead){x.p, LINE, lines, x.ld * elem - (lines - 1) * LINE,
@@ -420,7 +451,7 @@ static dpl_gemm_ahead fetch_ahead(const gemm_block *b, size_t p, size_t l0, size
         return fetch_pages(b, right_at(b, p, l0).p, DPL_MIN(b->chunk, b->depth - l0) * row_bytes,
                            depth, i);
     // At few rows memory is the limit, and the hardware sees a plain stream coming.
-    if (b->streams && b->m < FEW_ROWS && !a->mx) return fetch_nothing(b);
+    if (b->streams && b->m < FEW_ROWS && !a->quantized) return fetch_nothing(b);
     const size_t slot_bytes = row_bytes * b->g->fetch / b->n_tiles;
     const size_t each = dpl_div_up(slot_bytes, LINE), step = slot_bytes / each;
     if (b->streams) return (dpl_gemm_ahead){w.p, step, each * slots, step, each};
@@ -478,6 +509,12 @@ static dpl_swiglu swiglu_rows(const gemm_block *b, size_t p, size_t first, size_
                         .step = n_panels};
 }
 
+// The result in panel p, from row i of the block on.
+static dpl_mat out_panel(const gemm_block *b, size_t p, size_t i) {
+    if (b->a->op != WGRAD) return dpl_mat_at(b->a->out, b->row + b->m0 + i, p * DPL_PANEL);
+    return dpl_mat_at(b->a->out, b->weight_row + p * b->k_rows + b->m0 + i, 0);
+}
+
 static void finish_swiglu(const gemm_block *b, size_t p, size_t first, size_t m, const float *c) {
     const dpl_swiglu rows = swiglu_rows(b, p, first, m);
     if (b->a->op == DGRAD) {
@@ -488,33 +525,66 @@ static void finish_swiglu(const gemm_block *b, size_t p, size_t first, size_t m,
     b->k->swiglu_forward(&rows);
 }
 
+// The tensor scale of row i of the block's left operand in NVFP4.
+static float left_scale(const gemm_block *b, size_t i) {
+    const gemm_args *a = b->a;
+    const float *scales = a->left_codes.tensor_scale;
+    const size_t row = b->row + b->m0 + i;
+    if (a->op == WGRAD) return scales[b->group * a->k + b->m0 + i];
+    if (!a->map.slot) return scales[row];
+    const int32_t slot = a->map.slot[row];
+    return slot < 0 ? 1 : scales[(size_t)slot / a->map.top_k];
+}
+
+// Sums of NVFP4 operands, of panel p, over the tensor scales; then what they are added to. A weight
+// gradient is complete with this.
+static void finish_nv(const gemm_block *b, size_t p, size_t first, size_t m, float *c) {
+    const gemm_args *a = b->a;
+    const bool wgrad = a->op == WGRAD;
+    const size_t n = panel_cols(b, p);
+    float by[DPL_PANEL] = {0}, rows[M_BLOCK];
+    for (size_t j = 0; j < n; j++)
+        by[j] = 1 / (wgrad ? a->right_codes.tensor_scale[b->group * a->n + p * DPL_PANEL + j]
+                           : a->quant.tensor_scale[b->group]);
+    for (size_t i = 0; i < m; i++) rows[i] = 1 / left_scale(b, first + i);
+    b->q->nv_scale(m, c, rows, by, wgrad && a->accumulate, wgrad ? out_panel(b, p, first).p : c);
+    for (size_t i = 0; i < m && a->accumulate && !wgrad; i++) {
+        const float *old = out_panel(b, p, first + i).p;
+        for (size_t j = 0; j < n; j++) c[i * DPL_PANEL + j] += old[j];
+    }
+}
+
 // A slice of the contraction, from l0 on, for one panel. The left operand is packed on the way of
 // the first panel, tile by tile: while one tile is multiplied, memory brings the next.
 static void panel_product(const gemm_block *b, size_t p, size_t l0) {
     const gemm_args *a = b->a;
+    const bool in_out = sums_in_out(a), nv = is_nv(a), wgrad = a->op == WGRAD;
+    const bool of_codes = multiplies_codes(b); // then there is one tile
     const size_t end = DPL_MIN(l0 + b->slice, b->depth), n = panel_cols(b, p);
-    const dpl_mat out = dpl_mat_at(a->out, b->row + b->m0, p * DPL_PANEL);
-    const bool in_out = sums_in_out(a);
+    const dpl_mat out = out_panel(b, p, 0);
     float *c = b->c + (p - b->p0) * b->c_panel;
-    bool add = l0 > 0 || a->accumulate;
-    if (add && a->op != WGRAD && in_out) b->g->take(b->m, n, out.p, out.ld, c);
+    bool add = l0 > 0 || (a->accumulate && !nv);
+    if (add && !wgrad && in_out) b->g->take(b->m, n, out.p, out.ld, c);
     for (size_t l = l0; l < end; l += b->chunk, add = true) {
         const size_t depth = DPL_MIN(b->chunk, end - l);
-        const uint8_t *right = right_panel(b, p, l, depth);
+        const uint8_t *right = of_codes ? NULL : right_panel(b, p, l, depth);
         for (size_t i = 0; i < b->n_tiles; ++i) {
             const size_t first = tile_first(b, i), m = tile_first(b, i + 1) - first;
             if (p == b->p0) pack_left(b, first, m, l, depth);
-            if (l + depth == b->depth && a->op != WGRAD) fetch_end(b, p, first, m);
-            tile_product(b, m, depth, packed_left(b, first, l, depth), right, c + first * DPL_PANEL,
-                         add, fetch_ahead(b, p, l, depth, i));
-            if (l + depth < b->depth || !a->swiglu.mat.p) continue;
+            if (l + depth == b->depth && !wgrad) fetch_end(b, p, first, m);
+            if (of_codes) code_product(b, p, l, depth, c, add);
+            else
+                tile_product(b, m, depth, packed_left(b, first, l, depth), right,
+                             c + first * DPL_PANEL, add, fetch_ahead(b, p, l, depth, i));
+            if (l + depth < b->depth || !(a->swiglu.mat.p || nv)) continue;
             // Not a product: subnormals are what they are.
             dpl_gemm_leave(b->g, b->entered);
-            finish_swiglu(b, p, first, m, c + first * DPL_PANEL);
+            if (nv) finish_nv(b, p, first, m, c + first * DPL_PANEL);
+            if (a->swiglu.mat.p) finish_swiglu(b, p, first, m, c + first * DPL_PANEL);
             (void)dpl_gemm_enter(b->g);
         }
     }
-    if (a->op == WGRAD || a->swiglu.mat.p) return;
+    if (wgrad || a->swiglu.mat.p) return;
     if (end == b->depth && a->past_caches) b->g->put_past(b->m, n, c, out.dtype, out.p, out.ld);
     else if (end == b->depth || in_out) b->g->put(b->m, n, c, out.dtype, out.p, out.ld);
 }
@@ -541,7 +611,7 @@ static void lay_out(gemm_block *b, uint8_t *scratch) {
     b->packed_b = scratch;
     b->packed_a = b->packed_b + b->a->n_parts * b->part_b;
     uint8_t *rest = b->packed_a + b->a->n_parts * b->part_a;
-    if (b->a->op == WGRAD) {
+    if (b->a->op == WGRAD && !is_nv(b->a)) {
         b->c = gradient_of(b);
         b->c_panel = b->k_rows * DPL_PANEL;
         b->gathered = rest;
@@ -635,47 +705,81 @@ static void submit_gemm(dpl_ctx *ctx, gemm_args a, dpl_dtype operand) {
     dpl_ctx_release(ctx, mark);
 }
 
-// A product of `left` with a weight.
-static gemm_args with_weight(gemm_op op, dpl_mat left, const dpl_weight *w, dpl_groups groups,
-                             dpl_mat out) {
-    const dpl_mat right = {(void *)(uintptr_t)w->p, DPL_PANEL, w->dtype};
-    gemm_args a = {
-        .op = op, .left = left, .right = right, .out = out, .groups = groups, .n = w->n, .k = w->k};
-    if (!w->mx) return a;
-    a.mx = true;
-    a.mx_weight = *w->mx;
-    // Where a piece of the codes lies is asked as if they were a matrix.
-    a.right = (dpl_mat){w->mx->codes[op == FORWARD ? DPL_MX_FORWARD : DPL_MX_DGRAD], DPL_PANEL / 2,
-                        DPL_BF16};
-    return a;
+// What rounds by chance next.
+static void next_stream(dpl_ctx *ctx, uint64_t seed_stream[2]) {
+    seed_stream[0] = ctx->random_seed;
+    seed_stream[1] = ctx->random_stream++;
+}
+
+// Rows as NVFP4, in the step's memory; gradients are rounded by chance.
+static dpl_codes codes_by_row(dpl_ctx *ctx, dpl_mat x, dpl_groups groups, size_t n, bool gradient) {
+    const size_t bytes = dpl_div_up(n, 2), blocks = dpl_div_up(n, DPL_NV_BLOCK);
+    const dpl_codes codes = {dpl_ctx_alloc(ctx, groups.n_rows * bytes),
+                             dpl_ctx_alloc(ctx, groups.n_rows * blocks), bytes, blocks,
+                             dpl_ctx_alloc(ctx, groups.n_rows * sizeof(float))};
+    uint64_t seed_stream[2];
+    if (gradient) next_stream(ctx, seed_stream);
+    dpl_nv_quantize(ctx, x, groups, n, gradient ? seed_stream : NULL, codes);
+    return codes;
+}
+
+// A product of rows on the left, which a map may name, with a weight.
+static void submit_with_weight(dpl_ctx *ctx, gemm_args a, const dpl_weight *w) {
+    const size_t mark = dpl_ctx_mark(ctx);
+    a.right = (dpl_mat){(void *)(uintptr_t)w->p, DPL_PANEL, w->dtype};
+    a.n = w->n, a.k = w->k;
+    if (w->quant) {
+        a.quantized = true;
+        a.quant = *w->quant;
+        // Where a piece of the codes lies is asked as if they were a matrix.
+        const int way = a.op == FORWARD ? DPL_QUANT_FORWARD : DPL_QUANT_DGRAD;
+        a.right = (dpl_mat){a.quant.codes[way], is_nv(&a) ? DPL_PANEL / 4 : DPL_PANEL / 2,
+                            DPL_BF16};
+    }
+    if (is_nv(&a)) {
+        const dpl_groups rows = a.map.slot ? dpl_one_group(a.map.n_x) : a.groups;
+        a.left_codes = codes_by_row(ctx, a.left, rows, a.op == FORWARD ? a.k : a.n, a.op == DGRAD);
+        a.left = (dpl_mat){NULL, 0, DPL_BF16};
+    }
+    submit_gemm(ctx, a, w->dtype);
+    dpl_ctx_release(ctx, mark);
 }
 
 void dpl_gemm_forward(dpl_ctx *ctx, dpl_mat x, const dpl_weight *w, dpl_groups groups, dpl_mat y) {
-    submit_gemm(ctx, with_weight(FORWARD, x, w, groups, y), w->dtype);
+    submit_with_weight(ctx, (gemm_args){.op = FORWARD, .left = x, .out = y, .groups = groups}, w);
 }
 
 void dpl_gemm_dgrad(dpl_ctx *ctx, dpl_mat dy, const dpl_weight *w, dpl_groups groups, dpl_mat dx,
                     bool accumulate) {
-    gemm_args a = with_weight(DGRAD, dy, w, groups, dx);
-    a.accumulate = accumulate;
-    submit_gemm(ctx, a, w->dtype);
+    submit_with_weight(
+        ctx,
+        (gemm_args){.op = DGRAD, .left = dy, .out = dx, .groups = groups, .accumulate = accumulate},
+        w);
 }
 
 void dpl_gemm_swiglu_forward(dpl_ctx *ctx, dpl_mat x, dpl_row_map map, const dpl_weight *w,
                              dpl_groups groups, const float *row_weight, dpl_mat gate_up, size_t f,
                              dpl_mat hidden) {
-    gemm_args a = with_weight(FORWARD, x, w, groups, gate_up);
-    a.swiglu = (gemm_swiglu){hidden, f, row_weight, NULL, NULL};
-    a.map = map;
-    submit_gemm(ctx, a, w->dtype);
+    submit_with_weight(ctx,
+                       (gemm_args){.op = FORWARD,
+                                   .left = x,
+                                   .out = gate_up,
+                                   .swiglu = {hidden, f, row_weight, NULL, NULL},
+                                   .map = map,
+                                   .groups = groups},
+                       w);
 }
 
 void dpl_gemm_swiglu_backward(dpl_ctx *ctx, dpl_mat dy, const dpl_weight *w, dpl_groups groups,
                               const float *row_weight, dpl_mat gate_up, dpl_mat dgate_up,
                               float *drow_weight) {
-    gemm_args a = with_weight(DGRAD, dy, w, groups, dgate_up);
-    a.swiglu = (gemm_swiglu){gate_up, w->k, row_weight, NULL, drow_weight};
-    submit_gemm(ctx, a, w->dtype);
+    submit_with_weight(ctx,
+                       (gemm_args){.op = DGRAD,
+                                   .left = dy,
+                                   .out = dgate_up,
+                                   .swiglu = {gate_up, w->k, row_weight, NULL, drow_weight},
+                                   .groups = groups},
+                       w);
 }
 
 void dpl_gemm_wgrad(dpl_ctx *ctx, dpl_mat dy, dpl_mat x, dpl_row_map map, dpl_groups groups,
@@ -693,32 +797,47 @@ void dpl_gemm_wgrad(dpl_ctx *ctx, dpl_mat dy, dpl_mat x, dpl_row_map map, dpl_gr
                 operand);
 }
 
-// Codes by column of what is multiplied, in the step's memory.
-static dpl_mx codes_by_column(dpl_ctx *ctx, dpl_mat x, dpl_row_map map, dpl_groups groups, size_t n,
-                              dpl_code format, dpl_scale_rule rule) {
-    const dpl_mx mx = {dpl_ctx_alloc(ctx, groups.n_rows * n),
-                       dpl_ctx_alloc(ctx, dpl_mx_column_blocks(groups.n, groups.n_rows) * n), n, n};
-    dpl_mx_quantize(ctx, x, map, groups, n, format, rule, (dpl_mx){0}, mx);
-    return mx;
+// Codes by column of what is multiplied, in the step's memory. signs, seed_stream: of NVFP4.
+static dpl_codes codes_by_column(dpl_ctx *ctx, dpl_mat x, dpl_row_map map, dpl_groups groups,
+                                 size_t n, dpl_code format, dpl_scale_rule rule, uint16_t signs,
+                                 const uint64_t *seed_stream) {
+    const bool nv = format == DPL_E2M1;
+    const size_t block = nv ? DPL_NV_BLOCK : DPL_MX_BLOCK;
+    const size_t blocks = dpl_column_blocks(block, groups.n, groups.n_rows);
+    const size_t code_rows = nv ? blocks * DPL_NV_BLOCK / 2 : groups.n_rows;
+    dpl_codes codes = {dpl_ctx_alloc(ctx, code_rows * n), dpl_ctx_alloc(ctx, blocks * n), n, n,
+                       NULL};
+    if (nv) {
+        codes.tensor_scale = dpl_ctx_alloc(ctx, groups.n * n * sizeof(float));
+        dpl_nv_quantize_columns(ctx, x, map, groups, n, signs, seed_stream, codes);
+    } else {
+        dpl_mx_quantize(ctx, x, map, groups, n, format, rule, (dpl_codes){0}, codes);
+    }
+    return codes;
 }
 
-void dpl_gemm_mx_wgrad(dpl_ctx *ctx, dpl_mat dy, dpl_mat x, dpl_row_map map, dpl_groups groups,
-                       size_t n, size_t k, const dpl_mx_weight *mx, bool accumulate, float *dw) {
-    const dpl_mx_rule rule = mx->rule;
+void dpl_gemm_quant_wgrad(dpl_ctx *ctx, dpl_mat dy, dpl_mat x, dpl_row_map map, dpl_groups groups,
+                          size_t n, size_t k, const dpl_quant_weight *quant, bool accumulate,
+                          float *dw) {
+    const dpl_quant_rule rule = quant->rule;
     const size_t mark = dpl_ctx_mark(ctx);
     gemm_args a = {.op = WGRAD,
                    .left = {NULL, k, DPL_BF16},
                    .right = {NULL, n, DPL_BF16},
                    .out = dpl_mat_f32(dw, DPL_PANEL),
-                   .mx = true,
-                   .mx_weight = *mx,
+                   .quantized = true,
+                   .quant = *quant,
                    .groups = groups,
                    .n = n,
                    .k = k,
                    .accumulate = accumulate};
-    a.left_codes = codes_by_column(ctx, x, map, groups, k, rule.format, rule.scale);
+    uint64_t seed_stream[2] = {0};
+    if (is_nv(&a)) next_stream(ctx, seed_stream);
+    // Any numbers that rounding does not use.
+    const uint16_t signs = (uint16_t)dpl_rng_u64(seed_stream[0], seed_stream[1], UINT64_MAX);
+    a.left_codes = codes_by_column(ctx, x, map, groups, k, rule.format, rule.scale, signs, NULL);
     a.right_codes = codes_by_column(ctx, dy, (dpl_row_map){0}, groups, n, rule.grad_format,
-                                    rule.scale);
+                                    rule.scale, signs, seed_stream);
     submit_gemm(ctx, a, DPL_BF16);
     dpl_ctx_release(ctx, mark);
 }

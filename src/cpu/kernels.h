@@ -22,6 +22,7 @@
 // the class does not divide, on the left) has zeros after it.
 
 #define DPL_GEMM_KC    256
+#define DPL_NV_TILE    8
 #define DPL_GEMM_BLOCK ((size_t)512 << 10) // half of the smallest L2 of today's servers
 
 // What a tile product fetches into L2 on its way, for a later one: at each `fetch` l (of the class)
@@ -73,6 +74,10 @@ typedef struct dpl_gemm_kernels {
     // Register-resident multiply-adds of the kind that `tile` uses, from and to sink[0..31];
     // returns the operations done.
     double (*peak)(size_t n_rounds, float *sink);
+    // As `tile`, of up to DPL_NV_TILE rows with a weight in NVFP4 (ops.h), whose numbers are made
+    // on the way: with few rows that costs less than to write them down. The same bits. NULL: none.
+    void (*nv_tile)(size_t m, size_t kc, const void *a, const uint8_t *codes, const uint8_t *scales,
+                    float *c, bool add);
 } dpl_gemm_kernels;
 
 INLINE unsigned dpl_gemm_enter(const dpl_gemm_kernels *g) {
@@ -197,6 +202,21 @@ typedef struct dpl_nv_rows {
     size_t ld_random;
 } dpl_nv_rows;
 
+// Up to 16 rows as NVFP4 down the columns, rotated (ops.h): rows after the m-th are zeros.
+typedef struct dpl_nv_columns {
+    dpl_dtype dtype;
+    size_t m, n;
+    const void *rows[16]; // NULL: zeros
+    uint16_t signs;
+    float *tensor_scale;     // (n)
+    uint8_t *codes, *scales; // (8, n) of two rows each, (n)
+    size_t ld_codes;
+    // As of dpl_nv_rows; 128 divides ld_random and first.
+    const uint64_t *seed_stream;
+    uint64_t first;
+    size_t ld_random;
+} dpl_nv_columns;
+
 typedef struct dpl_quant_kernels {
     void (*encode)(dpl_code format, const float *x, uint8_t *codes, size_t n); // a byte each
     void (*decode)(dpl_code format, const uint8_t *codes, float *x, size_t n);
@@ -217,6 +237,23 @@ typedef struct dpl_quant_kernels {
     float (*amax)(dpl_dtype dtype, const void *x, size_t n); // 0 for n = 0; NaN if one is
     // The last block of a row, and its last byte, of what is left: scales (m, ceil(n / 16)).
     void (*nv_rows)(const dpl_nv_rows *b);
+    // The larger of amax (n) and the magnitudes of each rotated column; NaN if one is.
+    void (*nv_columns_amax)(const dpl_nv_columns *b, float *amax);
+    void (*nv_columns)(const dpl_nv_columns *b);
+    // A block of 16 x 16 of a weight's panel, rows ld apart, with one scale, which is returned; 128
+    // bytes of codes as they lie in a weight (ops.h), and of the transposed block.
+    uint8_t (*nv_weight)(const float *x, size_t ld, float tensor_scale, uint8_t *codes,
+                         uint8_t *transposed);
+    // bf16 of codes and scales of blocks, without the tensor scale: exact. Of weights: blocks of 16
+    // x 32 as pairs, [block][8][32][2], with two scales each; of 16 rows (16, n); of a row (n).
+    void (*nv_expand_pairs)(size_t n_blocks, const uint8_t *codes, const uint8_t *scales,
+                            uint16_t *y, ptrdiff_t ahead);
+    void (*nv_expand_columns)(size_t n, const uint8_t *codes, size_t ld, const uint8_t *scales,
+                              uint16_t *y, size_t ld_y);
+    void (*nv_expand_row)(size_t n, const uint8_t *codes, const uint8_t *scales, uint16_t *y);
+    // y (m, 32) = (or +=) sums (m, 32) * rows (m) * columns (32). y may be sums.
+    void (*nv_scale)(size_t m, const float *sums, const float *rows, const float *columns, bool add,
+                     float *y);
 } dpl_quant_kernels;
 
 /* ---- levels ---------------------------------------------------------------------------------- */

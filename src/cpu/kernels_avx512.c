@@ -5,6 +5,8 @@
 
 #include "cpu/kernels_quant_tmpl.h"
 
+#include "cpu/kernels_nv_tmpl.h"
+
 void dpl_kernels_avx512(dpl_kernels *k) {
     k->gemm[DPL_F32] = (dpl_gemm_kernels)GEMM_F32("avx512");
     k->gemm[DPL_BF16] = (dpl_gemm_kernels)GEMM_BF16("avx512");

@@ -181,19 +181,24 @@ INLINE __m512i bits_at(const void *p) {
     return _mm512_loadu_si512(p);
 }
 
+// The upper halves of both.
+INLINE __m512i odd_words(__m512i low, __m512i high) {
+    const __m512i odds = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37,
+                                          35, 33, 31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7,
+                                          5, 3, 1);
+    return _mm512_permutex2var_epi16(low, odds, high);
+}
+
 // The upper half of each, whose last bit is set too where the lower half is not 0: so much decides
 // how it is rounded.
 INLINE __m512i upper_halves(__m512i low, __m512i high) {
     const __m512i lower = _mm512_set1_epi32(0xffff), carry = _mm512_set1_epi32(0x10000);
-    const __m512i odds = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37,
-                                          35, 33, 31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7,
-                                          5, 3, 1);
     __m512i u[2] = {low, high};
     for (int h = 0; h < 2; h++) {
         const __m512i carried = _mm512_add_epi32(_mm512_and_si512(u[h], lower), lower);
         u[h] = _mm512_ternarylogic_epi32(u[h], carried, carry, 0xf8); // a | (b & c)
     }
-    return _mm512_permutex2var_epi16(u[0], odds, u[1]);
+    return odd_words(u[0], u[1]);
 }
 
 INLINE __m512i upper_words(dpl_dtype dtype, const void *x, size_t i) {
@@ -695,236 +700,3 @@ static void quant_expand_row(dpl_code f, size_t n, const uint8_t *codes, const u
     if (f == DPL_E4M3) expand_row_as(DPL_E4M3, n, codes, scales, y);
     else expand_row_as(DPL_E5M2, n, codes, scales, y);
 }
-
-/* ---- NVFP4 ----------------------------------------------------------------------------------- */
-#define MADD(a, b, c)       ((reg)OP(fmadd_ps)((vec)(a), (vec)(b), (vec)(c)))
-#define MINUS_PROD(a, b, c) ((reg)OP(fnmadd_ps)((vec)(a), (vec)(b), (vec)(c)))
-#define MUL_EVENS(a, b)     ((reg_u32)OP(mul_epu32)((line)(a), (line)(b)))
-typedef uint64_t reg_u64 __attribute__((vector_size(REG_BYTES)));
-
-INLINE void multiply_wide(reg_u32 x, uint32_t by, reg_u32 *low, reg_u32 *high) {
-    const reg_u32 m = (reg_u32){0} + by, odd = (reg_u32)((reg_u64){0} + 0xffffffff00000000u);
-    const reg_u32 a = MUL_EVENS(x, m), b = MUL_EVENS((reg_u64)x >> 32, m);
-    *low = either(odd, (reg_u32)((reg_u64)b << 32), a);
-    *high = either(odd, b, (reg_u32)((reg_u64)a >> 32));
-}
-
-// dpl_rng_bits() of 128 elements.
-INLINE void random_bits(const uint64_t seed_stream[2], uint64_t first, uint16_t bits[128]) {
-    for (size_t c = 0; c < 16; c += REG) {
-        const uint64_t counter = first / 128 * 16 + c; // its upper half is the same for all lanes
-        uint32_t lane[REG];
-        for (uint32_t i = 0; i < REG; i++) lane[i] = (uint32_t)counter + i;
-        reg_u32 x[4];
-        memcpy(&x[0], lane, sizeof lane);
-        x[1] = (reg_u32){0} + (uint32_t)(counter >> 32);
-        x[2] = (reg_u32){0} + (uint32_t)seed_stream[1];
-        x[3] = (reg_u32){0} + (uint32_t)(seed_stream[1] >> 32);
-        uint32_t k0 = (uint32_t)seed_stream[0], k1 = (uint32_t)(seed_stream[0] >> 32);
-        for (int round = 0; round < 10; round++) {
-            reg_u32 a_low, a_high, b_low, b_high;
-            multiply_wide(x[0], 0xd2511f53u, &a_low, &a_high);
-            multiply_wide(x[2], 0xcd9e8d57u, &b_low, &b_high);
-            x[0] = b_high ^ x[1] ^ k0;
-            x[1] = b_low;
-            x[2] = a_high ^ x[3] ^ k1;
-            x[3] = a_low;
-            k0 += 0x9e3779b9u;
-            k1 += 0xbb67ae85u;
-        }
-        for (size_t w = 0; w < 8; w++) {
-            const reg_u32 bits_16 = w % 2 ? x[w / 2] >> 16 : x[w / 2] & 0xffff;
-            const reg_u16 half = __builtin_convertvector(bits_16, reg_u16);
-            memcpy(bits + 16 * w + c, &half, sizeof half);
-        }
-    }
-}
-
-// As dpl_f32_to_e2m1_random(), of numbers that are not NaN.
-INLINE reg_u32 random_codes(reg x, const uint16_t *bits) {
-    reg_u16 half;
-    memcpy(&half, bits, sizeof half);
-    const reg_u32 random = __builtin_convertvector(half, reg_u32);
-    const reg_u32 a = least(magnitude(x), (reg_u32){0} + bits_of(6.0f));
-    const reg_u32 normal = ((a + (random << 6)) >> 22) - (126 << 1);
-    const reg steps = (reg)a * 2.0f + __builtin_convertvector((reg_i32)random, reg) * 0x1p-16f;
-    const reg_u32 small = (reg_u32) __builtin_convertvector(steps, reg_i32);
-    const reg_u32 sign = (reg_u32)x >> 28 & 0x8;
-    return where_below(a, (reg_u32){0} + bits_of(1.0f), small, normal) | sign;
-}
-
-// Bytes of two codes each.
-INLINE void store_code_pairs(uint8_t *to, reg_u32 codes) {
-    const reg_u64 both = (reg_u64)codes | (reg_u64)codes >> 28;
-#if defined(__AVX512F__)
-    _mm_storel_epi64((__m128i *)(void *)to, _mm512_cvtepi64_epi8((__m512i)both));
-#else
-    for (size_t i = 0; i < REG / 2; i++) to[i] = (uint8_t)both[i];
-#endif
-}
-
-// y / by, correctly rounded: what a first quotient leaves is exact. Far above the largest code the
-// first will do, infinities too. A zero keeps its sign.
-INLINE reg quotient(reg y, reg by, reg inverse) {
-    const reg q = y * inverse, exact = MADD(MINUS_PROD(q, by, y), inverse, q);
-    const reg_u32 absolute = where_below(magnitude(q), (reg_u32)all_lanes(8), (reg_u32)exact,
-                                         (reg_u32)q);
-    return (reg)((absolute & 0x7fffffff) | ((reg_u32)y & 0x80000000u));
-}
-
-INLINE reg_u32 maxima_16(dpl_dtype dtype, const void *x, size_t at) {
-    reg_u32 amax = {0};
-    for (size_t j = 0; j < 16; j += REG)
-        amax = greatest(amax, magnitude(load_any(dtype, x, at + j)));
-    return amax;
-}
-
-// A number's code is how many of seven products of the block's scale it exceeds: those of the
-// midpoints between codes, of which every second one, a tie to the code above, is taken a bit
-// smaller. They have few bits, so upper words compare as the numbers would. By code of the scale.
-typedef struct nv_midpoints {
-    int16_t word[128][8];
-} nv_midpoints;
-
-static void fill_midpoints(nv_midpoints *to) {
-    typedef int16_t eight __attribute__((vector_size(16)));
-    typedef float eight_f32 __attribute__((vector_size(32)));
-    typedef uint32_t eight_u32 __attribute__((vector_size(32)));
-    const eight_f32 four_times = {1, 3, 5, 7, 10, 14, 20, 0};
-    const eight smaller = {0, 1, 0, 1, 0, 1, 0, 0}, last = {0, 0, 0, 0, 0, 0, 0, 0x7fff};
-    for (int m = 0; m < 16; m++) { // significands of subnormal scales, then of the others
-        const eight_u32 bits = (eight_u32)(four_times * (float)m);
-        const eight words_of_1 = __builtin_convertvector(bits >> 16, eight) - smaller;
-        for (int e = m < 8 ? 0 : 1; e < (m < 8 ? 1 : 16); e++) {
-            const int16_t more = (int16_t)((DPL_MAX(e, 1) - 12) * 128);
-            const eight row = (words_of_1 + more) | last; // the last one is never exceeded
-            memcpy(to->word[8 * e + m % 8], &row, sizeof row);
-        }
-    }
-}
-
-#if defined(__AVX512BW__)
-// Of the scale with this code, which is neither 0 nor NaN.
-INLINE __m128i midpoints_of(const nv_midpoints *all, uint8_t scale) {
-    return _mm_loadu_si128((const __m128i *)(const void *)all->word[scale]);
-}
-
-INLINE __m512i add_where(__m512i i, __m512i a, __m512i b, short step) {
-    return _mm512_mask_add_epi16(i, _mm512_cmpgt_epu16_mask(a, b), i, WORDS(step));
-}
-
-// Two blocks from x[at] on.
-INLINE void nv_two_blocks(dpl_dtype dtype, const nv_midpoints *all, const void *x, size_t at,
-                          float tensor_scale, const uint8_t *scales, uint8_t *codes) {
-    const __m512i y = upper_halves(
-        (__m512i)(load_any(dtype, x, at) * all_lanes(tensor_scale)),
-        (__m512i)(load_any(dtype, x, at + 16) * all_lanes(tensor_scale)));
-    const __m512i a = _mm512_and_si512(y, WORDS(0x7fff));
-    const __m256i both = _mm256_setr_m128i(midpoints_of(all, scales[0]),
-                                           midpoints_of(all, scales[1]));
-    const __m512i middle = _mm512_castsi256_si512(both);
-    // The middle ones of the first block, then of the second: which half, which quarter, which.
-    const __m512i first = _mm512_mask_mov_epi16(_mm512_setzero_si512(), 0xffff0000u, WORDS(8));
-    __m512i i = first;
-    i = add_where(i, a, _mm512_permutexvar_epi16(_mm512_add_epi16(i, WORDS(3)), middle), 4);
-    i = add_where(i, a, _mm512_permutexvar_epi16(_mm512_add_epi16(i, WORDS(1)), middle), 2);
-    i = add_where(i, a, _mm512_permutexvar_epi16(i, middle), 1);
-    const __m512i sign = _mm512_and_si512(_mm512_srli_epi16(y, 12), WORDS(8));
-    const __m512i code = _mm512_or_si512(_mm512_sub_epi16(i, first), sign);
-    const __m512i pair = _mm512_or_si512(code, _mm512_srli_epi32(code, 12));
-    _mm_storeu_si128((__m128i *)(void *)codes, _mm512_cvtepi32_epi8(pair));
-}
-#else
-#define nv_two_blocks(dtype, all, x, at, tensor_scale, scales, codes) (void)(all)
-#endif
-
-// Up to REG whole blocks that follow each other; with `by_chance`, random: bits of theirs.
-INLINE void nv_run(dpl_dtype dtype, bool by_chance, const nv_midpoints *all, size_t n_blocks,
-                   const void *x, size_t at, float tensor_scale, const uint16_t *random,
-                   uint8_t *codes, uint8_t *scales) {
-    reg_u32 amax[REG], most;
-    if (n_blocks == REG) {
-        UNROLL for (size_t i = 0; i < REG; i++) amax[i] = maxima_16(dtype, x, at + 16 * i);
-        most = maxima_across(amax);
-    } else {
-        for (size_t i = 0; i < REG; i++)
-            amax[i] = i < n_blocks ? maxima_16(dtype, x, at + 16 * i) : (reg_u32){0};
-        most = maxima_across(amax);
-    }
-    const reg wanted = (reg)most / 6.0f * tensor_scale;
-    const reg_u32 nan = (reg_u32)(wanted != wanted);
-    const reg_u32 byte = either(nan, (reg_u32){0} + 0x7f, codes_of(DPL_E4M3, wanted));
-    const reg scale = numbers_of(DPL_E4M3, byte);
-    uint8_t bytes[REG];
-    float by[REG], inverse[REG];
-    store_codes(bytes, byte);
-    store(by, scale);
-    store(inverse, 1.0f / scale);
-    memcpy(scales, bytes, n_blocks);
-    size_t done = 0;
-    const size_t together = by_chance || REG < 16 ? 0 : n_blocks / 2 * 2;
-    for (; done < together; done += 2)
-        nv_two_blocks(dtype, all, x, at + 16 * done, tensor_scale, bytes + done, codes + 8 * done);
-    UNROLL_4 for (size_t i = done; i < n_blocks; i++) for (size_t j = 0; j < 16; j += REG) {
-        const reg y = load_any(dtype, x, at + 16 * i + j) * all_lanes(tensor_scale);
-        const reg z = quotient(y, all_lanes(by[i]), all_lanes(inverse[i]));
-        store_code_pairs(codes + 8 * i + j / 2,
-                         by_chance ? random_codes(z, random + 16 * i + j) : codes_of(DPL_E2M1, z));
-    }
-    for (size_t i = 0; i < n_blocks; i++)
-        if (bytes[i] == 0 || bytes[i] == 0x7f) memset(codes + 8 * i, bytes[i] ? 0x77 : 0, 8);
-}
-
-INLINE void nv_row(dpl_dtype dtype, bool by_chance, const nv_midpoints *all, const dpl_nv_rows *b,
-                   size_t r) {
-    uint16_t random[DPL_MAX(16 * REG, 128)];
-    uint8_t *codes = b->codes + r * b->ld_codes, *scales = b->scales + r * b->ld_scales;
-    const size_t whole = b->n / 16, rest = b->n % 16, size = dpl_dtype_bytes(dtype);
-    for (size_t i = 0; i < dpl_div_up(b->n, 16); i += REG) {
-        const size_t n_blocks = DPL_MIN(DPL_MAX(whole, i) - i, (size_t)REG);
-        for (size_t j = 0; by_chance && j < 16 * REG; j += 128)
-            random_bits(b->seed_stream, b->first + r * b->ld_random + 16 * i + j, random + j);
-        nv_run(dtype, by_chance, all, n_blocks, b->x, r * b->ld + 16 * i, b->tensor_scale[r],
-               random, codes + 8 * i, scales + i);
-        if (n_blocks == REG || rest == 0) continue;
-        float last[16] = {0}; // of either type
-        uint8_t last_codes[8];
-        memcpy(last, (const uint8_t *)b->x + (r * b->ld + 16 * whole) * size, rest * size);
-        nv_run(dtype, by_chance, all, 1, last, 0, b->tensor_scale[r], random + 16 * n_blocks,
-               last_codes, scales + whole);
-        if (rest % 2) last_codes[rest / 2] &= 0xf; // also in a block of NaN
-        memcpy(codes + 8 * whole, last_codes, dpl_div_up(rest, 2));
-    }
-}
-
-INLINE float amax_as(dpl_dtype dtype, const void *x, size_t n) {
-    reg_u32 amax[2] = {0};
-    uint32_t lane[REG], most = 0;
-    size_t i = 0;
-    for (; i + 2 * REG <= n; i += 2 * REG)
-        for (size_t j = 0; j < 2; j++)
-            amax[j] = greatest(amax[j], magnitude(load_any(dtype, x, i + j * REG)));
-    amax[0] = greatest(amax[0], amax[1]);
-    memcpy(lane, amax, sizeof lane);
-    for (size_t j = 0; j < REG; j++) most = DPL_MAX(most, lane[j]);
-    for (; i < n; i++) most = DPL_MAX(most, bits_of(at_any(dtype, x, i)) & 0x7fffffffu);
-    return float_of(most); // NaNs are above all numbers
-}
-
-static float quant_amax(dpl_dtype dtype, const void *x, size_t n) {
-    return dtype == DPL_F32 ? amax_as(DPL_F32, x, n) : amax_as(DPL_BF16, x, n);
-}
-
-static void quant_nv_rows(const dpl_nv_rows *b) {
-    nv_midpoints all;
-    if (REG == 16 && !b->seed_stream) fill_midpoints(&all); // else nobody asks
-    for (size_t r = 0; r < b->m; r++)
-        if (b->seed_stream && b->dtype == DPL_F32) nv_row(DPL_F32, true, &all, b, r);
-        else if (b->seed_stream) nv_row(DPL_BF16, true, &all, b, r);
-        else if (b->dtype == DPL_F32) nv_row(DPL_F32, false, &all, b, r);
-        else nv_row(DPL_BF16, false, &all, b, r);
-}
-
-#define QUANT_KERNELS                                                                \
-    quant_encode, quant_decode, quant_mx_rows, quant_mx_columns, quant_expand_pairs, \
-        quant_expand_columns, quant_expand_row, quant_amax, quant_nv_rows

@@ -36,16 +36,17 @@ static inline dpl_mat dpl_mat_at(dpl_mat m, size_t row, size_t col) {
 
 #define DPL_PANEL 32
 
-typedef struct dpl_mx_weight dpl_mx_weight; // quant.c
+typedef struct dpl_quant_weight dpl_quant_weight; // quant.c
 
 typedef struct dpl_weight {
     const void *p;
     dpl_dtype dtype;
     size_t n_groups, n, k;
-    float *grad;             // of the same shape, in F32; NULL: not wanted
-    bool *stale;             // grad is of a step before: the next one replaces it; NULL: it adds
-    const dpl_mx_weight *mx; // products are those of MXFP8 operands: these codes, and activations
-                             // and gradients rounded as they are packed; dtype is BF16, p not used
+    float *grad; // of the same shape, in F32; NULL: not wanted
+    bool *stale; // grad is of a step before: the next one replaces it; NULL: it adds
+    const dpl_quant_weight
+        *quant; // products are those of MXFP8 or NVFP4 operands: these codes, and
+                // activations and gradients rounded; dtype is BF16, p not used
 } dpl_weight;
 
 static inline size_t dpl_panel_depth(size_t k) {
@@ -79,7 +80,7 @@ static inline dpl_groups dpl_one_group(size_t n_rows) {
 // NULL: in row r. So tokens need not be copied to each of their experts.
 typedef struct dpl_row_map {
     const int32_t *slot; // (rows), device memory
-    size_t top_k;
+    size_t top_k, n_x;   // n_x: rows of x
 } dpl_row_map;
 
 // Operands are used as they are with an F32 weight; with a BF16 weight the activations are rounded
@@ -114,15 +115,17 @@ void dpl_gemm_swiglu_backward(dpl_ctx *ctx, dpl_mat dy, const dpl_weight *w, dpl
 // operands first. The padding of an odd k is not written.
 void dpl_gemm_wgrad(dpl_ctx *ctx, dpl_mat dy, dpl_mat x, dpl_row_map map, dpl_groups groups,
                     size_t n, size_t k, dpl_dtype operand, bool accumulate, float *dw);
-// The same of both operands in MXFP8, in blocks of 32 rows of a group. mx: how; its codes are not
+// The same of both operands in codes, in blocks of rows of a group. quant: how; its codes are not
 // used.
-void dpl_gemm_mx_wgrad(dpl_ctx *ctx, dpl_mat dy, dpl_mat x, dpl_row_map map, dpl_groups groups,
-                       size_t n, size_t k, const dpl_mx_weight *mx, bool accumulate, float *dw);
+void dpl_gemm_quant_wgrad(dpl_ctx *ctx, dpl_mat dy, dpl_mat x, dpl_row_map map, dpl_groups groups,
+                          size_t n, size_t k, const dpl_quant_weight *quant, bool accumulate,
+                          float *dw);
 static inline void dpl_weight_grad(dpl_ctx *ctx, dpl_mat dy, dpl_mat x, dpl_row_map map,
                                    dpl_groups groups, const dpl_weight *w) {
     if (!w->grad) return;
     const bool accumulate = !w->stale || !*w->stale;
-    if (w->mx) dpl_gemm_mx_wgrad(ctx, dy, x, map, groups, w->n, w->k, w->mx, accumulate, w->grad);
+    if (w->quant)
+        dpl_gemm_quant_wgrad(ctx, dy, x, map, groups, w->n, w->k, w->quant, accumulate, w->grad);
     else dpl_gemm_wgrad(ctx, dy, x, map, groups, w->n, w->k, w->dtype, accumulate, w->grad);
     if (w->stale) *w->stale = false;
 }
@@ -284,67 +287,84 @@ void dpl_combine_spread(dpl_ctx *ctx, const dpl_spread *from, size_t n_tokens, s
                         size_t d, bool accumulate, dpl_mat y, float *slot_value);
 
 /* ---- quantization (quant.c) -------------------------------------------------------------------
- * MXFP8: each 32 elements along a contraction have a scale (base.h); their codes lie where the
- * elements lie. Rows and columns are quantized independently of each other, from the numbers. */
+ * MXFP8: each 32 elements along a contraction have a scale (base.h). NVFP4: each 16 have one, and a
+ * scale besides that they were multiplied by first, the tensor scale: one for each row along the
+ * contraction, so that a row's bits do not depend on others, and one for a weight of a group. Rows
+ * and columns are quantized independently of each other, from the numbers. */
 #define DPL_MX_BLOCK 32
+#define DPL_NV_BLOCK 16
 
-typedef struct dpl_mx {
+// MXFP8 has a byte for each element, where the element lies. In NVFP4 a byte has two codes that
+// follow each other along the contraction, the first in its low half.
+typedef struct dpl_codes {
     uint8_t *codes, *scales; // NULL: not wanted
     size_t ld_codes, ld_scales;
-} dpl_mx;
+    float *tensor_scale; // NVFP4
+} dpl_codes;
 
 // Blocks down the columns start anew with each group: its first one is this row of scales. Rows of
 // scales between the blocks of two groups are not written.
-static inline size_t dpl_mx_first_block(size_t group, int64_t first_row) {
-    return (size_t)first_row / DPL_MX_BLOCK + group;
+static inline size_t dpl_first_block(size_t block, size_t group, int64_t first_row) {
+    return (size_t)first_row / block + group;
 }
-static inline size_t dpl_mx_column_blocks(size_t n_groups, size_t n_rows) {
-    return n_rows / DPL_MX_BLOCK + n_groups;
+static inline size_t dpl_column_blocks(size_t block, size_t n_groups, size_t n_rows) {
+    return n_rows / block + n_groups;
 }
 
 // x (rows, n), whose rows lie where `map` says, in one pass. by_row: codes (rows, n), scales (rows,
 // ceil(n / 32)). by_column: codes (rows, n), scales (column_blocks(), n).
 void dpl_mx_quantize(dpl_ctx *ctx, dpl_mat x, dpl_row_map map, dpl_groups groups, size_t n,
-                     dpl_code format, dpl_scale_rule rule, dpl_mx by_row, dpl_mx by_column);
+                     dpl_code format, dpl_scale_rule rule, dpl_codes by_row, dpl_codes by_column);
 
 // y (rows, n), BF16, of codes and scales by row.
-void dpl_mx_expand_rows(dpl_ctx *ctx, dpl_mx by_row, size_t n_rows, size_t n, dpl_code format,
+void dpl_mx_expand_rows(dpl_ctx *ctx, dpl_codes by_row, size_t n_rows, size_t n, dpl_code format,
                         dpl_mat y);
 
-// How the operands of products become MXFP8.
-typedef struct dpl_mx_rule {
+// NVFP4 by row: codes (rows, ceil(n / 2)), scales (rows, ceil(n / 16)), tensor_scale (rows).
+// seed_stream: rounding by chance, with row r's random bits of its own; NULL: to nearest even.
+void dpl_nv_quantize(dpl_ctx *ctx, dpl_mat x, dpl_groups groups, size_t n,
+                     const uint64_t seed_stream[2], dpl_codes out);
+// NVFP4 down the columns, for weight gradients: each block of 16 rows of a group, zeros after its
+// end, is first rotated, which a product of two matrices so made does not see: multiplied by the
+// Hadamard matrix / 4, bit i of `signs` meaning that row i is negated before. codes (8 *
+// column_blocks(), n) of two rows each, scales (column_blocks(), n), tensor_scale (groups, n).
+void dpl_nv_quantize_columns(dpl_ctx *ctx, dpl_mat x, dpl_row_map map, dpl_groups groups, size_t n,
+                             uint16_t signs, const uint64_t seed_stream[2], dpl_codes out);
+
+// How the operands of products are rounded. format E2M1 is NVFP4, which has no rules to choose:
+// gradients are rounded by chance, and what weight gradients are made of is rotated.
+typedef struct dpl_quant_rule {
     dpl_code format, grad_format; // of activations and weights; of gradients of activations
     dpl_scale_rule scale;
-} dpl_mx_rule;
+} dpl_quant_rule;
 
-// A weight in MXFP8, twice, since its contraction is along k in forward and along n in dgrad. In
-// forward codes lie as BF16 weights do, [group][n / 32][k / 2][32][2], scales [group][n / 32][k /
-// 32][32]; in dgrad so do those of the transposed weight, [group][k / 32][n / 2][32][2] and
-// [group][k / 32][n / 32][32]. n and k are rounded up to whole blocks, with zeros after their ends.
-enum { DPL_MX_FORWARD, DPL_MX_DGRAD };
-struct dpl_mx_weight {
-    dpl_mx_rule rule;
+// A weight in codes, twice, since its contraction is along k in forward and along n in dgrad. In
+// forward they lie as BF16 weights do, in dgrad so do those of the transposed weight; n and k are
+// rounded up to multiples of 32, with zeros after their ends.
+// MXFP8: codes [group][n / 32][k / 2][32][2], scales [group][n / 32][k / 32][32]; transposed, n and
+// k change places.
+// NVFP4: blocks of 16 x 16, so both are of the same numbers. codes [group][n / 32][k / 16][2][2]
+// [32] words: of a block's eight pairs of rows k the first four, then the others; of 16 columns
+// both of a pair; a word has the four pairs' codes, the lowest bits those of the first. scales
+// [group][n / 32][k / 16][2], tensor_scale (groups).
+enum { DPL_QUANT_FORWARD, DPL_QUANT_DGRAD };
+struct dpl_quant_weight {
+    dpl_quant_rule rule;
     uint8_t *codes[2], *scales[2];
+    float *tensor_scale; // NVFP4
 };
-// Bytes of each of codes[]; a 32nd of it of each of scales[].
-static inline size_t dpl_mx_weight_bytes(size_t n_groups, size_t n, size_t k) {
-    return n_groups * dpl_round_up(n, DPL_MX_BLOCK) * dpl_round_up(k, DPL_MX_BLOCK);
+// Bytes of each of codes[] and of each of scales[].
+static inline size_t dpl_quant_code_bytes(dpl_code format, size_t n_groups, size_t n, size_t k) {
+    const size_t n_codes = n_groups * dpl_round_up(n, DPL_MX_BLOCK) * dpl_round_up(k, DPL_MX_BLOCK);
+    return format == DPL_E2M1 ? n_codes / 2 : n_codes;
+}
+static inline size_t dpl_quant_scale_bytes(dpl_code format, size_t n_groups, size_t n, size_t k) {
+    const size_t n_codes = dpl_quant_code_bytes(DPL_E4M3, n_groups, n, k);
+    return n_codes / (format == DPL_E2M1 ? DPL_NV_BLOCK * DPL_NV_BLOCK : DPL_MX_BLOCK);
 }
 // From panels in F32.
-void dpl_mx_weight_pack(dpl_ctx *ctx, const float *panels, size_t n_groups, size_t n, size_t k,
-                        const dpl_mx_weight *w_out);
-
-// NVFP4: blocks of 16 along the rows, two codes a byte. The scale of the tensor is one for each row
-// here, so that a row's bits do not depend on others: tensor_scale (rows), scales (rows, ceil(n /
-// 16)), ld_codes in bytes. seed_stream: rounding by chance, with row r's random bits of its own;
-// NULL: to nearest even.
-typedef struct dpl_nv {
-    uint8_t *codes, *scales;
-    float *tensor_scale;
-    size_t ld_codes, ld_scales;
-} dpl_nv;
-void dpl_nv_quantize(dpl_ctx *ctx, dpl_mat x, size_t n_rows, size_t n,
-                     const uint64_t seed_stream[2], dpl_nv out);
+void dpl_quant_weight_pack(dpl_ctx *ctx, const float *panels, size_t n_groups, size_t n, size_t k,
+                           const dpl_quant_weight *w_out);
 
 /* ---- optimizer and reductions (optim.c) ------------------------------------------------------ */
 typedef struct dpl_adamw {

@@ -80,12 +80,12 @@ typedef enum dpl_param_kind {
 typedef struct dpl_param {
     dpl_param_id id;
     dpl_param_kind kind;
-    int layer;             // -1: not in a layer. MTP module m is layer n_layers + m
-    size_t n_groups, n, k; // gate_up: n = 2 * round_up(F, 16). A vector: 1, 1, its length
-    size_t offset, elems;  // in the layout, padding included; offset a multiple of 64
-    size_t disk;           // index of its first tensor on disk
-    bool stale;            // of its gradient: see dpl_weight
-    dpl_mx_weight mx;      // what products use instead of bf16; codes[0] NULL: nothing
+    int layer;              // -1: not in a layer. MTP module m is layer n_layers + m
+    size_t n_groups, n, k;  // gate_up: n = 2 * round_up(F, 16). A vector: 1, 1, its length
+    size_t offset, elems;   // in the layout, padding included; offset a multiple of 64
+    size_t disk;            // index of its first tensor on disk
+    bool stale;             // of its gradient: see dpl_weight
+    dpl_quant_weight quant; // what products use instead of bf16; codes[0] NULL: nothing
 } dpl_param;
 
 // The layout is one array of all parameters, cut into units: those of a layer, or those outside of
@@ -193,16 +193,17 @@ struct dpl_model {
     int64_t *counts;    // (layers incl. MTP, E): tokens per expert since the trainer cleared it
     float *cos, *sin;   // (n_positions, d_rope / 2), one block, grown on demand
     size_t n_positions;
-    size_t mx_elems, mx_bytes; // parameters that products use in MXFP8, and that takes
-    dpl_probe_fn probe;        // NULL: none
+    size_t quant_elems, quant_bytes; // parameters that products use in codes, and what those take
+    dpl_probe_fn probe;              // NULL: none
     void *probe_arg;
 };
 
-/* ---- MXFP8 (quantize.c) ---- */
+/* ---- MXFP8 and NVFP4 (quantize.c) ---- */
 // From now on products with the weights of attention and of dense layers and shared experts
-// (dense), or of experts, are in MXFP8; router, norms, embedding and head are not. Call before
-// values are there. The bf16 copy of such a weight is not written.
-dpl_status dpl_model_quantize(dpl_model *model, bool dense, bool experts, dpl_mx_rule rule);
+// (dense), or of experts, are quantized by a rule; NULL: they are not. Router, norms, embedding and
+// head never are. Call before values are there. The bf16 copy of such a weight is not written.
+dpl_status dpl_model_quantize(dpl_model *model, const dpl_quant_rule *dense,
+                              const dpl_quant_rule *experts);
 void dpl_model_requantize(const dpl_model *model, const dpl_param *param); // it has new values
 void dpl_model_unquantize(dpl_model *model);                               // frees
 

@@ -70,7 +70,7 @@ static dpl_status check_rows(dpl_ctx *ctx, const dpl_moe_memory *memory, const d
     const size_t planned = ctx->planned_end ? s->ep.n_tokens * s->ep.top_k : 0;
     const size_t extra = s->ep.n_rows - DPL_MIN(planned, s->ep.n_rows);
     const size_t sent = s->ep.ranks->n_hosts > 1 ? 2 * shape->d : 0;
-    const bool quantized = s->experts.gate_up_w.mx; // then gradients are made of codes
+    const bool quantized = s->experts.gate_up_w.quant; // then gradients are made of codes
     const size_t rounded = (shape->mx_wire ? 2 * shape->d : 0) +
                            (quantized ? shape->d + dpl_gate_up_width(shape->f) : 0);
     const size_t bytes = extra * dpl_dtype_bytes(shape->dtype) *
@@ -94,7 +94,7 @@ static dpl_status find_rows(dpl_ctx *ctx, const dpl_moe_shape *shape, dpl_mat x,
     if (!dpl_ep_is_spread(s->ep.ranks)) {
         if (shape->mx_wire) dpl_wire_round(ctx, x, s->ep.n_tokens, shape->d, experts->x);
         else experts->x = x;
-        experts->map = (dpl_row_map){s->ep.chunks[0].row_slot, s->ep.top_k};
+        experts->map = (dpl_row_map){s->ep.chunks[0].row_slot, s->ep.top_k, s->ep.n_tokens};
         *out_out = dpl_moe_mat(ctx, NULL, s->ep.n_rows, shape->d, shape->dtype);
         return DPL_OK;
     }

@@ -9,15 +9,15 @@ size_t dpl_wire_width(size_t d) {
     return dpl_div_up(d + dpl_div_up(d, DPL_MX_BLOCK), 2);
 }
 
-static dpl_mx parts_of(dpl_mat wire, size_t d) {
+static dpl_codes parts_of(dpl_mat wire, size_t d) {
     const size_t row_bytes = wire.ld * sizeof(uint16_t);
-    return (dpl_mx){wire.p, (uint8_t *)wire.p + d, row_bytes, row_bytes};
+    return (dpl_codes){wire.p, (uint8_t *)wire.p + d, row_bytes, row_bytes, NULL};
 }
 
 dpl_mat dpl_wire_pack(dpl_ctx *ctx, dpl_mat x, size_t n_rows, size_t d) {
     const dpl_mat wire = dpl_moe_mat(ctx, NULL, n_rows, dpl_wire_width(d), DPL_BF16);
     dpl_mx_quantize(ctx, x, (dpl_row_map){0}, dpl_one_group(n_rows), d, DPL_E4M3, DPL_SCALE_UP,
-                    parts_of(wire, d), (dpl_mx){0});
+                    parts_of(wire, d), (dpl_codes){0});
     return wire;
 }
 

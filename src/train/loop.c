@@ -103,7 +103,7 @@ static dpl_status write_mesh(dpl_trainer *t) {
     const dpl_mesh *mesh = &t->mesh;
     const dpl_model *m = t->model;
     const double bytes = (double)m->params.own_elems * (m->params.copy ? 18 : 16) +
-                         (double)m->mx_bytes - 2 * (double)m->mx_elems;
+                         (double)m->quant_bytes - 2 * (double)m->quant_elems;
     SAY(t, "mesh: data %d x fsdp %d x expert %d, %s: %d ranks of %d threads", mesh->n_data,
         mesh->n_fsdp, mesh->n_expert, dpl_comm_name(mesh->world), mesh->world->n_ranks,
         dpl_ctx_threads(t->ctx));
@@ -123,7 +123,7 @@ static dpl_status write_head(dpl_trainer *t) {
     const double attention = n_micros * dpl_model_attention_flops(c, B, t->batch.n_seq);
     const double share = all > 0 ? 100 * attention / all : 0;
     const double mb = 1e-6 * (double)t->model->params.own_elems;
-    const double mx_mb = 1e-6 * ((double)t->model->mx_bytes - 2 * (double)t->model->mx_elems);
+    const double mx_mb = 1e-6 * ((double)t->model->quant_bytes - 2 * (double)t->model->quant_elems);
     SAY(t, "Per train step:");
     SAY(t, " Total TFLOPs: %.2f", all * 1e-12);
     SAY(t, " split as %.2f%% learnable weight flops and %.2f%% attention flops", 100 - share,

@@ -79,14 +79,21 @@ dpl_status dpl_options_init(const dpl_options *o, dpl_model *model) {
                           (uint64_t)o->init_weights_seed);
 }
 
+// NULL: none.
+static const dpl_quant_rule *rule_of(const char *option, const dpl_quant_rule *mxfp8) {
+    static const dpl_quant_rule nvfp4 = {.format = DPL_E2M1, .grad_format = DPL_E2M1};
+    return dpl_is(option, "mxfp8") ? mxfp8 : dpl_is(option, "nvfp4") ? &nvfp4 : NULL;
+}
+
 dpl_status dpl_options_quantize(const dpl_options *o, dpl_model *model) {
-    const dpl_mx_rule rule = {DPL_E4M3, dpl_is(o->mx_grad_format, "e5m2") ? DPL_E5M2 : DPL_E4M3,
-                              dpl_is(o->mx_scale_rule, "floor") ? DPL_SCALE_FLOOR : DPL_SCALE_UP};
+    const dpl_quant_rule mxfp8 = {DPL_E4M3, dpl_is(o->mx_grad_format, "e5m2") ? DPL_E5M2 : DPL_E4M3,
+                                  dpl_is(o->mx_scale_rule, "floor") ? DPL_SCALE_FLOOR
+                                                                    : DPL_SCALE_UP};
     model->moe.mx_wire = dpl_is(o->ep_wire, "mxfp8");
     DPL_CHECK(!model->moe.mx_wire || model->dtype == DPL_BF16,
               "ep_wire=mxfp8 needs dtype=bfloat16");
-    return dpl_model_quantize(model, dpl_is(o->quantization, "mxfp8"),
-                              dpl_is(o->gmm_quantization, "mxfp8"), rule);
+    return dpl_model_quantize(model, rule_of(o->quantization, &mxfp8),
+                              rule_of(o->gmm_quantization, &mxfp8));
 }
 
 dpl_loss_rule dpl_options_loss(const dpl_options *o) {

@@ -192,7 +192,7 @@ double dpl_optimizer_apply(dpl_optimizer *opt, double rate, double norm) {
         size_t at;
         const size_t n_own = dpl_param_own(model, param, &at);
         if (!opt->trains[i] || n_own == 0) continue;
-        const bool quantized = param->mx.codes[0];
+        const bool quantized = param->quant.codes[0];
         const bool copied = model->params.copy && param->kind <= DPL_GATE_UP && !quantized;
         uint16_t *copy = copied ? model->params.copy + at : NULL;
         rule.decay = opt->decays[i] ? (float)o->adam_weight_decay : 0.0f;

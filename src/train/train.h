@@ -79,8 +79,9 @@
     X(I, mtp_num_layers, "0", "0 .. 64", "Multi-token prediction depths.") \
     X(F, mtp_loss_scaling_factor, "0.1", "0 ..", "Weight of the multi-token prediction loss.") \
     X(C, dtype, "bfloat16", "float32|bfloat16", "Format of weights and activations in products.") \
-    X(C, quantization, "", "none|mxfp8|", "Products with dense weights, of shared experts too.") \
-    X(C, gmm_quantization, "", "none|mxfp8|", "Products with the weights of experts.") \
+    X(C, quantization, "", "none|mxfp8|nvfp4|", \
+      "Products with dense weights, of shared experts too.") \
+    X(C, gmm_quantization, "", "none|mxfp8|nvfp4|", "Products with the weights of experts.") \
     X(C, mx_scale_rule, "up", "up|floor", "MXFP8 scales: no element saturates, or OCP's.") \
     X(C, mx_grad_format, "e4m3", "e4m3|e5m2", "MXFP8 elements of gradients of activations.") \
     X(C, matmul_precision, "default", "default|highest|bf16_x6|bf16_x3", \
