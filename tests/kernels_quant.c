@@ -390,6 +390,54 @@ static void check_nv_scale(kernel_test *t) {
                  t->k->quant.nv_scale(BENCH_M, sums, rows, rows, true, sums));
 }
 
+// Products of codes: sums in integers, so the same bits.
+static void compare_nv_tile(kernel_test *t, size_t m, size_t kc) {
+    const size_t blocks = dpl_div_up(kc, 16), size = m * blocks * 32;
+    const uint8_t *codes[16], *scales[16];
+    for (size_t i = 0; i < m; i++) {
+        uint8_t *row = random_bytes(t, dpl_div_up(kc, 2), 255);
+        if (kc % 2) row[kc / 2] &= 0xf;
+        codes[i] = kernel_pick(t, 0, 9) ? row : NULL;
+        scales[i] = random_bytes(t, blocks, kernel_pick(t, 0, 30) ? 0x7e : 0x7f);
+    }
+    const uint8_t *weight = random_bytes(t, blocks * 256, 255);
+    const uint8_t *weight_scales = random_bytes(t, blocks * 2, kernel_pick(t, 0, 30) ? 0x7e : 0x7f);
+    void *left = kernel_buffer(t, size), *want_left = kernel_buffer(t, size);
+    float *got = kernel_random(t, m * 32), *want = kernel_floats(t, m * 32);
+    memcpy(want, got, m * 32 * sizeof *want);
+    t->k->nv.nv_pack(m, kc, codes, scales, left);
+    t->k->nv.nv_tile(m, kc, left, weight, weight_scales, got, kc % 3 == 0);
+    t->ref->nv.nv_pack(m, kc, codes, scales, want_left);
+    t->ref->nv.nv_tile(m, kc, want_left, weight, weight_scales, want, kc % 3 == 0);
+    for (size_t i = 0; i < m * 32; i++)
+        if (isnan(got[i]) && isnan(want[i])) got[i] = want[i] = 0;
+    kernel_same(t, "sums", got, want, m * 32 * sizeof *got);
+}
+
+static void check_nv_tile(kernel_test *t) {
+    enum { BENCH_KC = 512 };
+    if (!t->k->nv.nv_tile) return;
+    for (size_t m = 1; m <= t->k->nv.mr; m++)
+        for (size_t kc = 1; kc <= 130; kc += kernel_pick(t, 1, 9)) {
+            compare_nv_tile(t, m, kc);
+            kernel_done(t);
+        }
+    t->aligned = true;
+    const size_t m = t->k->nv.mr;
+    const uint8_t *codes[16], *scales[16];
+    for (size_t i = 0; i < m; i++) {
+        codes[i] = random_bytes(t, BENCH_KC / 2, 255);
+        scales[i] = random_bytes(t, BENCH_KC / 16, 0x7e);
+    }
+    const uint8_t *weight = random_bytes(t, BENCH_KC * 16, 255);
+    const uint8_t *weight_scales = random_bytes(t, BENCH_KC / 8, 0x7e);
+    void *left = kernel_buffer(t, m * BENCH_KC * 2);
+    float *c = kernel_floats(t, m * 32);
+    t->k->nv.nv_pack(m, BENCH_KC, codes, scales, left);
+    KERNEL_BENCH(t, 2e-9 * (double)m * BENCH_KC * 32 * 1e9, "flop",
+                 t->k->nv.nv_tile(m, BENCH_KC, left, weight, weight_scales, c, false));
+}
+
 const kernel_entry kernel_quant_entries[] = {{"encode", check_encode},
                                              {"decode", check_decode},
                                              {"mx_rows", check_mx_rows},
@@ -405,4 +453,5 @@ const kernel_entry kernel_quant_entries[] = {{"encode", check_encode},
                                              {"nv_expand_columns", check_nv_expand_columns},
                                              {"nv_expand_row", check_nv_expand_row},
                                              {"nv_scale", check_nv_scale},
+                                             {"nv_tile", check_nv_tile},
                                              {NULL, NULL}};

@@ -95,7 +95,8 @@ dpl_cpu_level dpl_cpu_level_machine(void) {
     if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
         !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl"))
         return DPL_CPU_AVX2;
-    if (!__builtin_cpu_supports("avx512bf16")) return DPL_CPU_AVX512;
+    if (!__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512vnni"))
+        return DPL_CPU_AVX512;
     return amx_granted() ? DPL_CPU_AMX : DPL_CPU_AVX512_BF16;
 }
 #else

@@ -20,6 +20,7 @@
 #define TASKS      2   // a thread gets about so many: more even, but more packing
 #define COST_MIN   1e6 // multiply-adds, below which another task costs more than it brings
 #define ROWS_BYTES 8   // reading a group's weight costs about as much as so many rows
+#define CODE_ROWS  16  // a tile of codes has no more
 #define P_ZERO     8   // panels that one task zeroes in the gradient of a group without rows
 
 typedef enum gemm_op { FORWARD, DGRAD, WGRAD } gemm_op;
@@ -283,7 +284,26 @@ static dpl_mat expand_left(const gemm_block *b, dpl_mat x, size_t first, size_t 
     return dpl_mat_at((dpl_mat){b->expanded, b->m, DPL_BF16}, 0, first);
 }
 
+// NVFP4 rows of a tile, whose products are those of codes.
+static void pack_codes(const gemm_block *b, size_t first, size_t m, size_t l, size_t depth) {
+    const gemm_args *a = b->a;
+    const dpl_codes *of = &a->left_codes;
+    const uint8_t *codes[CODE_ROWS], *scales[CODE_ROWS];
+    for (size_t i = 0; i < m; i++) {
+        const size_t row = b->row + b->m0 + first + i;
+        const int32_t slot = a->map.slot ? a->map.slot[row] : 0;
+        const size_t at = a->map.slot ? (size_t)slot / a->map.top_k : row;
+        codes[i] = slot < 0 ? NULL : of->codes + at * of->ld_codes + l / 2;
+        scales[i] = slot < 0 ? NULL : of->scales + at * of->ld_scales + l / DPL_NV_BLOCK;
+    }
+    b->g->nv_pack(m, depth, codes, scales, packed_left(b, first, l, depth));
+}
+
 static void pack_left(const gemm_block *b, size_t first, size_t m, size_t l, size_t depth) {
+    if (b->g->nv_tile) {
+        pack_codes(b, first, m, l, depth);
+        return;
+    }
     const gemm_args *a = b->a;
     dpl_mat x = {0}; // there may be codes only
     if (a->left.p && a->map.slot) x = gather_left(b, first, m, l, depth);
@@ -369,17 +389,13 @@ static const uint8_t *right_panel(const gemm_block *b, size_t p, size_t l0, size
     return b->packed_b;
 }
 
-// Whether a block's few rows are multiplied with the codes themselves.
-static bool multiplies_codes(const gemm_block *b) {
-    return b->streams && is_nv(b->a) && b->g->nv_tile && b->m <= DPL_NV_TILE;
-}
-
-static void code_product(const gemm_block *b, size_t p, size_t l, size_t depth, float *c,
-                         bool add) {
+// Both operands are codes, without ever being numbers.
+static void code_product(const gemm_block *b, size_t p, size_t first, size_t m, size_t l,
+                         size_t depth, float *c, bool add) {
     const dpl_quant_weight *w = &b->a->quant;
     const int way = b->a->op == FORWARD ? DPL_QUANT_FORWARD : DPL_QUANT_DGRAD;
-    const size_t at = (b->weight_row / b->k_rows + p) * b->k_rows + l;
-    b->g->nv_tile(b->m, depth, packed_left(b, 0, l, depth), w->codes[way] + at * DPL_PANEL / 2,
+    const size_t at = b->weight_row + p * b->k_rows + l;
+    b->g->nv_tile(m, depth, packed_left(b, first, l, depth), w->codes[way] + at * DPL_PANEL / 2,
                   w->scales[way] + at / DPL_NV_BLOCK * 2, c, add);
 }
 
@@ -559,7 +575,7 @@ static void finish_nv(const gemm_block *b, size_t p, size_t first, size_t m, flo
 static void panel_product(const gemm_block *b, size_t p, size_t l0) {
     const gemm_args *a = b->a;
     const bool in_out = sums_in_out(a), nv = is_nv(a), wgrad = a->op == WGRAD;
-    const bool of_codes = multiplies_codes(b); // then there is one tile
+    const bool of_codes = b->g->nv_tile;
     const size_t end = DPL_MIN(l0 + b->slice, b->depth), n = panel_cols(b, p);
     const dpl_mat out = out_panel(b, p, 0);
     float *c = b->c + (p - b->p0) * b->c_panel;
@@ -572,7 +588,7 @@ static void panel_product(const gemm_block *b, size_t p, size_t l0) {
             const size_t first = tile_first(b, i), m = tile_first(b, i + 1) - first;
             if (p == b->p0) pack_left(b, first, m, l, depth);
             if (l + depth == b->depth && !wgrad) fetch_end(b, p, first, m);
-            if (of_codes) code_product(b, p, l, depth, c, add);
+            if (of_codes) code_product(b, p, first, m, l, depth, c + first * DPL_PANEL, add);
             else
                 tile_product(b, m, depth, packed_left(b, first, l, depth), right,
                              c + first * DPL_PANEL, add, fetch_ahead(b, p, l, depth, i));
@@ -691,6 +707,7 @@ static void submit_gemm(dpl_ctx *ctx, gemm_args a, dpl_dtype operand) {
     const size_t mark = dpl_ctx_mark(ctx);
     const bool split = operand == DPL_F32 && ctx->f32_parts > 0;
     a.g = &ctx->kernels->gemm[split ? DPL_BF16 : operand];
+    if (is_nv(&a) && a.op != WGRAD && ctx->kernels->nv.nv_tile) a.g = &ctx->kernels->nv;
     a.n_parts = split ? ctx->f32_parts : 1;
     const size_t out_cols = a.op == DGRAD ? a.k : a.n;
     a.past_caches = a.g->stream_bytes > 0 &&

@@ -10,10 +10,12 @@
 
 /* ---- grouped GEMM ---------------------------------------------------------------------------- */
 // One tile product serves forward, dgrad and wgrad; what differs is only how its two operands are
-// packed. There are two classes of arithmetic, by the type of the operands:
+// packed. There are three classes of arithmetic, by the type of the operands:
 //   F32   each element of a tile is one chain of multiply-adds over the contraction l, from zero
 //   BF16  the same over l in the order 1, 0, 3, 2, ...: that of VDPBF16PS, with subnormals as zero;
 //         levels with tiles: of each 32 l an even and an odd chain from zero, whose sum is added
+//   NV    of NVFP4, at levels without tiles: of each 16 l the sum in integers, times both scales,
+//         which is exact so far; those in a chain from zero: the same bits at all levels
 // in products of at most DPL_GEMM_KC (BF16: twice that) of the contraction, added in order, and
 // whatever the sizes are: so the bits of a row do not depend on the rows that share its tile.
 //
@@ -22,7 +24,6 @@
 // the class does not divide, on the left) has zeros after it.
 
 #define DPL_GEMM_KC    256
-#define DPL_NV_TILE    8
 #define DPL_GEMM_BLOCK ((size_t)512 << 10) // half of the smallest L2 of today's servers
 
 // What a tile product fetches into L2 on its way, for a later one: at each `fetch` l (of the class)
@@ -74,8 +75,10 @@ typedef struct dpl_gemm_kernels {
     // Register-resident multiply-adds of the kind that `tile` uses, from and to sink[0..31];
     // returns the operations done.
     double (*peak)(size_t n_rounds, float *sink);
-    // As `tile`, of up to DPL_NV_TILE rows with a weight in NVFP4 (ops.h), whose numbers are made
-    // on the way: with few rows that costs less than to write them down. The same bits. NULL: none.
+    // Class NV alone: codes and scales of m rows over kc (NULL: a row of zeros), and in place of
+    // `tile` their product with a weight's, as those lie there (ops.h). c has 32 columns a row.
+    void (*nv_pack)(size_t m, size_t kc, const uint8_t *const *codes, const uint8_t *const *scales,
+                    void *dst);
     void (*nv_tile)(size_t m, size_t kc, const void *a, const uint8_t *codes, const uint8_t *scales,
                     float *c, bool add);
 } dpl_gemm_kernels;
@@ -259,10 +262,30 @@ typedef struct dpl_quant_kernels {
 /* ---- levels ---------------------------------------------------------------------------------- */
 typedef struct dpl_kernels {
     dpl_gemm_kernels gemm[2]; // by dpl_dtype: the class
+    dpl_gemm_kernels nv;      // nv_tile NULL: products of NVFP4 are those of the bf16 it expands to
     dpl_gemm_kernels same[2]; // name NULL, or another one with the same bits: the faster is chosen
     dpl_row_kernels rows;
     dpl_quant_kernels quant;
 } dpl_kernels;
+
+// What packs results, and sizes, are those of bf16.
+INLINE void dpl_set_nv_gemm(dpl_kernels *k, const char *name, size_t mr,
+                            void (*pack)(size_t, size_t, const uint8_t *const *,
+                                         const uint8_t *const *, void *),
+                            void (*tile)(size_t, size_t, const void *, const uint8_t *,
+                                         const uint8_t *, float *, bool)) {
+    k->nv = k->gemm[DPL_BF16];
+    k->nv.name = name;
+    k->nv.mr = mr;
+    k->nv.depth = 16;
+    k->nv.left_bytes = 2;
+    k->nv.tile = NULL;
+    k->nv.nv_pack = pack;
+    k->nv.nv_tile = tile;
+    k->nv.enter = NULL;
+    k->nv.leave = NULL;
+    k->nv.flushes = false;
+}
 
 // Each level sets what it has; what it lacks stays as the level below left it.
 void dpl_kernels_ref(dpl_kernels *k), dpl_kernels_ref_quant(dpl_kernels *k);

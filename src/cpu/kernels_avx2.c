@@ -71,11 +71,13 @@ INLINE vec odd_lanes(vec a, vec b) {
 #include "cpu/kernels_gemm_tmpl.h"
 #include "cpu/kernels_quant_tmpl.h"
 
+#include "cpu/kernels_nv_gemm_tmpl.h"
 #include "cpu/kernels_nv_tmpl.h"
 
 void dpl_kernels_avx2(dpl_kernels *k) {
     k->gemm[DPL_F32] = (dpl_gemm_kernels)GEMM_F32("avx2");
     k->gemm[DPL_BF16] = (dpl_gemm_kernels)GEMM_BF16("avx2");
+    dpl_set_nv_gemm(k, "avx2", NV_MR, nv_pack, nv_tile);
     k->rows = (dpl_row_kernels){ROW_KERNELS};
     k->quant = (dpl_quant_kernels){QUANT_KERNELS};
 }

@@ -366,14 +366,14 @@ static inline double peak_fma(size_t n_rounds, float *sink) {
 }
 
 /* ---- tables ---------------------------------------------------------------------------------- */
-#define GEMM_F32(level)                                                                      \
-    {                                                                                        \
-        level, MR, DPL_GEMM_KC, 1, 4, 4, 1, DPL_GEMM_BLOCK, 1, tile_f32, rows_f32, cols_f32, \
-            rows_f32, cols_f32, NULL, take, put, NULL, 0, NULL, NULL, false, peak_fma, NULL  \
+#define GEMM_F32(level)                                                                           \
+    {                                                                                             \
+        level, MR, DPL_GEMM_KC, 1, 4, 4, 1, DPL_GEMM_BLOCK, 1, tile_f32, rows_f32, cols_f32,      \
+            rows_f32, cols_f32, NULL, take, put, NULL, 0, NULL, NULL, false, peak_fma, NULL, NULL \
     }
 #define GEMM_BF16(level)                                                                     \
     {                                                                                        \
         level, MR, 2 * DPL_GEMM_KC, 2, 4, 2, 2, DPL_GEMM_BLOCK, 1, tile_pairs, rows_rounded, \
             cols_rounded, rows_pairs, cols_pairs, pairs_pairs, take, put, NULL, 0,           \
-            flush_subnormals, restore_subnormals, true, peak_fma, NULL                       \
+            flush_subnormals, restore_subnormals, true, peak_fma, NULL, NULL                 \
     }

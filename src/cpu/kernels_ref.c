@@ -129,10 +129,10 @@ static double peak(size_t n_rounds, float *sink) {
 void dpl_kernels_ref(dpl_kernels *k) {
     k->gemm[DPL_F32] = (dpl_gemm_kernels){
         "ref", MR, DPL_GEMM_KC, 1, 4, 4, 1, DPL_GEMM_BLOCK, 1, tile_f32, rows_f32, cols_f32,
-        rows_f32, cols_f32, NULL, take, put, NULL, 0, NULL, NULL, false, peak, NULL};
+        rows_f32, cols_f32, NULL, take, put, NULL, 0, NULL, NULL, false, peak, NULL, NULL};
     k->gemm[DPL_BF16] = (dpl_gemm_kernels){
         "ref", MR, 2 * DPL_GEMM_KC, 2, 4, 2, 2, DPL_GEMM_BLOCK, 1, tile_bf16, rows_rounded,
         cols_rounded, rows_pairs, cols_pairs, pairs_pairs, take, put, NULL, 0, NULL, NULL, false,
-        peak, NULL};
+        peak, NULL, NULL};
     k->rows = (dpl_row_kernels){ROW_KERNELS};
 }

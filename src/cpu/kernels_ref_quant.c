@@ -210,10 +210,51 @@ static void nv_scale(size_t m, const float *sums, const float *rows, const float
     }
 }
 
+#define NV_MR 4
+
+// For each block of 16: of m rows the scale, a quarter of it, and the numbers, twice of them.
+static void nv_pack(size_t m, size_t kc, const uint8_t *const *codes, const uint8_t *const *scales,
+                    void *dst) {
+    for (size_t l = 0; l < kc; l += 16) {
+        float *scale = (float *)dst + l / 16 * 5 * m;
+        for (size_t i = 0; i < m; i++) {
+            int8_t *x = (int8_t *)(scale + m) + 16 * i;
+            scale[i] = codes[i] ? 0.25f * dpl_code_to_f32(DPL_E4M3, scales[i][l / 16]) : 0;
+            for (size_t j = 0; j < 16; j++) {
+                const bool there = codes[i] && l + j < kc;
+                const int byte = there ? codes[i][(l + j) / 2] >> j % 2 * 4 : 0;
+                x[j] = (int8_t)(2 * dpl_code_to_f32(DPL_E2M1, byte & 15));
+            }
+        }
+    }
+}
+
+static void nv_tile(size_t m, size_t kc, const void *a, const uint8_t *codes, const uint8_t *scales,
+                    float *c, bool add) {
+    for (size_t i = 0; i < m; i++)
+        for (size_t n = 0; n < 32; n++) {
+            float sum = 0;
+            for (size_t l = 0; l < kc; l += 16) {
+                const float *scale = (const float *)a + l / 16 * 5 * m;
+                const int8_t *x = (const int8_t *)(scale + m) + 16 * i;
+                const uint8_t *block = codes + l / 16 * 256 + n / 16 * 128;
+                int dot = 0, shift;
+                for (size_t k = 0; k < 16; k++) {
+                    const uint8_t byte = block[weight_byte(k, n % 16, &shift)];
+                    dot += x[k] * (int)(2 * dpl_code_to_f32(DPL_E2M1, byte >> shift & 15));
+                }
+                const float by = dpl_code_to_f32(DPL_E4M3, scales[l / 16 * 2 + n / 16]);
+                sum += (float)dot * (scale[i] * by);
+            }
+            c[i * 32 + n] = add ? sum + c[i * 32 + n] : sum;
+        }
+}
+
 void dpl_kernels_ref_quant(dpl_kernels *k) {
     k->quant = (dpl_quant_kernels){
         encode,         decode,     mx_rows,         mx_columns,        expand_pairs,
         expand_columns, expand_row, amax_of,         nv_rows,           nv_columns_amax,
         nv_columns,     nv_weight,  nv_expand_pairs, nv_expand_columns, nv_expand_row,
         nv_scale};
+    dpl_set_nv_gemm(k, "ref", NV_MR, nv_pack, nv_tile);
 }
