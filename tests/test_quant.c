@@ -550,6 +550,72 @@ static void test_nv_transposed(void **state) {
     }
 }
 
+/* ---- with the optimizer ---------------------------------------------------------------------- */
+enum { W_GROUPS = 3, W_N = 70, W_K = 97, W_ELEMS = W_GROUPS * 96 * 98 };
+
+typedef struct updated {
+    float *param, *m, *v;
+    dpl_quant_weight w;
+} updated;
+
+static updated open_updated(dpl_code format) {
+    updated u = {0};
+    float **const arrays[] = {&u.param, &u.m, &u.v};
+    u.w.rule = (dpl_quant_rule){format, format, DPL_SCALE_UP};
+    for (size_t a = 0; a < 3; a++) {
+        *arrays[a] = calloc(W_ELEMS, sizeof(float));
+        for (size_t i = 0; i < W_GROUPS * W_N * W_K; i++)
+            (*arrays[a])[i / (W_N * W_K) * 96 * 98 + dpl_panel_index(i / W_K % W_N, i % W_K, W_K)] =
+                fabsf((float)dpl_rng_normal(8, a, i));
+    }
+    for (int way = 0; way < 2; way++) {
+        u.w.codes[way] = malloc(dpl_quant_code_bytes(format, W_GROUPS, W_N, W_K));
+        u.w.scales[way] = malloc(dpl_quant_scale_bytes(format, W_GROUPS, W_N, W_K));
+    }
+    u.w.tensor_scale = calloc(W_GROUPS, sizeof(float));
+    return u;
+}
+
+static void close_updated(updated *u) {
+    free(u->param), free(u->m), free(u->v), free(u->w.tensor_scale);
+    for (int way = 0; way < 2; way++) free(u->w.codes[way]), free(u->w.scales[way]);
+}
+
+// An update that makes codes on the way gives what an update and then packing give.
+static void test_updates(void **state) {
+    (void)state;
+    static const dpl_adamw rule = {0.9, 0.99, 1e-2f, 1e-8f, 0, 0.1f, 0.5f, 0.3f, 0.7f};
+    float *grad = calloc(W_ELEMS, sizeof *grad);
+    assert_int_equal(dpl_panel_elems(W_N, W_K) * W_GROUPS, W_ELEMS);
+    for (size_t i = 0; i < W_GROUPS * W_N * W_K; i++)
+        grad[i / (W_N * W_K) * 96 * 98 + dpl_panel_index(i / W_K % W_N, i % W_K, W_K)] =
+            (float)dpl_rng_normal(8, 9, i);
+    for (int level = 0; level < DPL_CPU_N; level++)
+        for (int nv = 0; nv < 2; nv++) {
+            const dpl_code f = nv ? DPL_E2M1 : DPL_E4M3;
+            dpl_ctx *ctx = open_level(level, 3);
+            if (!ctx) continue;
+            updated a = open_updated(f), b = open_updated(f);
+            dpl_adamw_step(ctx, &rule, grad, W_ELEMS, a.param, a.m, a.v, NULL);
+            dpl_quant_weight_pack(ctx, a.param, W_GROUPS, W_N, W_K, &a.w);
+            dpl_adamw_quantize(ctx, &rule, grad, W_GROUPS, W_N, W_K, b.param, b.m, b.v, &b.w);
+            dpl_ctx_wait(ctx);
+            assert_memory_equal(a.param, b.param, W_ELEMS * sizeof(float));
+            assert_memory_equal(a.m, b.m, W_ELEMS * sizeof(float));
+            assert_memory_equal(a.v, b.v, W_ELEMS * sizeof(float));
+            assert_memory_equal(a.w.tensor_scale, b.w.tensor_scale, W_GROUPS * sizeof(float));
+            for (int way = 0; way < 2; way++) {
+                assert_memory_equal(a.w.codes[way], b.w.codes[way],
+                                    dpl_quant_code_bytes(f, W_GROUPS, W_N, W_K));
+                assert_memory_equal(a.w.scales[way], b.w.scales[way],
+                                    dpl_quant_scale_bytes(f, W_GROUPS, W_N, W_K));
+            }
+            close_updated(&a), close_updated(&b);
+            dpl_ctx_close(&ctx);
+        }
+    free(grad);
+}
+
 /* ---- known faults ---------------------------------------------------------------------------- */
 static void test_faults(void **state) {
     (void)state;
@@ -596,8 +662,9 @@ int main(void) {
         cmocka_unit_test(test_matrix),        cmocka_unit_test(test_tail),
         cmocka_unit_test(test_errors),        cmocka_unit_test(test_nv),
         cmocka_unit_test(test_nv_rows),       cmocka_unit_test(test_nv_faults),
-        cmocka_unit_test(test_nv_transposed), cmocka_unit_test(test_groups),
-        cmocka_unit_test(test_alone),         cmocka_unit_test(test_faults)};
+        cmocka_unit_test(test_nv_transposed), cmocka_unit_test(test_updates),
+        cmocka_unit_test(test_groups),        cmocka_unit_test(test_alone),
+        cmocka_unit_test(test_faults)};
     const int n_failed = cmocka_run_group_tests(tests, NULL, NULL);
     fixture_close(&reference);
     return n_failed;

@@ -376,6 +376,10 @@ typedef struct dpl_adamw {
 // One pass: moments, update, and the bf16 compute copy if there is one (NULL: none).
 void dpl_adamw_step(dpl_ctx *ctx, const dpl_adamw *a, const float *grad, size_t n, float *param,
                     float *m, float *v, uint16_t *copy);
+// The same of a weight in panels, n and k of each group, and the codes of its new values.
+void dpl_adamw_quantize(dpl_ctx *ctx, const dpl_adamw *a, const float *grad, size_t n_groups,
+                        size_t n, size_t k, float *param, float *m, float *v,
+                        const dpl_quant_weight *w_out);
 // Of x, or of its squares, in fixed chunks, in order. Not finite if any x is not.
 void dpl_sum(dpl_ctx *ctx, const float *x, bool squares, size_t n, double *sum_out);
 // The copy alone: weights in panels (whose BF16 order it has), n a multiple of 64.

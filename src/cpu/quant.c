@@ -198,7 +198,17 @@ typedef struct pack_args {
     size_t n_groups, n, k;
     dpl_quant_weight w;
     float *amax; // NVFP4: of each panel
+    dpl_adamw rule;
+    const float *grad; // NULL: no update
+    float *param, *m, *v;
 } pack_args;
+
+// The update of n_rows rows of a panel from row l on: what is made of them next is still in cache.
+static void update_rows(const pack_args *a, const dpl_part *part, size_t l, size_t n_rows) {
+    const size_t i = (part->i * dpl_panel_depth(a->k) + l) * DPL_PANEL;
+    if (a->grad)
+        part->k->adamw(&a->rule, a->grad + i, a->param + i, a->m + i, a->v + i, n_rows * DPL_PANEL);
+}
 
 // A block of 32 x 32 of a panel, (k, n), as codes of either way, and its scales.
 static void quantize_block_32(const pack_args *a, const dpl_quant_kernels *q, bool columns,
@@ -229,6 +239,7 @@ static void mx_pack_panel(const void *args, const dpl_part *part) {
     for (size_t l = 0; l < a->k; l += DPL_MX_BLOCK) {
         const size_t m = DPL_MIN(a->k - l, (size_t)DPL_MX_BLOCK), at = part->i * depth + l;
         uint8_t *to = a->w.codes[DPL_QUANT_FORWARD] + at * DPL_PANEL;
+        update_rows(a, part, l, m);
         quantize_block_32(a, part->q, true, x + l * DPL_PANEL, m, codes,
                           a->w.scales[DPL_QUANT_FORWARD] + at);
         for (size_t i = 0; i < DPL_MX_BLOCK; i += 2)
@@ -248,8 +259,15 @@ static void mx_pack_panel(const void *args, const dpl_part *part) {
 
 static void panel_amax(const void *args, const dpl_part *part) {
     const pack_args *a = args;
-    const size_t elems = dpl_panel_depth(a->k) * DPL_PANEL;
-    a->amax[part->i] = part->q->amax(DPL_F32, a->panels + part->i * elems, elems);
+    const float *x = a->panels + part->i * dpl_panel_depth(a->k) * DPL_PANEL;
+    float most = 0;
+    for (size_t l = 0; l < a->k; l += DPL_MX_BLOCK) {
+        const size_t m = DPL_MIN(a->k - l, (size_t)DPL_MX_BLOCK);
+        update_rows(a, part, l, m);
+        const float amax = part->q->amax(DPL_F32, x + l * DPL_PANEL, m * DPL_PANEL);
+        if (!(amax <= most)) most = amax; // NaN stays
+    }
+    a->amax[part->i] = most;
 }
 
 // Rows l .. l + 15 of panel p of a group, columns first, then the others: those of the transposed
@@ -296,17 +314,36 @@ static void pack_weight(dpl_ctx *ctx, const void *args) {
     dpl_ctx_loop(ctx, (dpl_loop){nv ? nv_pack_panel : mx_pack_panel, n_panels, 1}, a);
 }
 
+static void submit_pack(dpl_ctx *ctx, pack_args a) {
+    const dpl_code format = a.w.rule.format;
+    const size_t mark = dpl_ctx_mark(ctx), n_panels = a.n_groups * dpl_div_up(a.n, DPL_PANEL);
+    const size_t codes = dpl_quant_code_bytes(format, a.n_groups, a.n, a.k);
+    const size_t scales = dpl_quant_scale_bytes(format, a.n_groups, a.n, a.k);
+    if (format == DPL_E2M1) a.amax = dpl_ctx_alloc(ctx, n_panels * sizeof *a.amax);
+    DPL_SUBMIT(ctx, pack_weight, a, {a.w.codes[0], codes}, {a.w.codes[1], codes},
+               {a.w.scales[0], scales}, {a.w.scales[1], scales});
+    dpl_ctx_release(ctx, mark);
+}
+
 void dpl_quant_weight_pack(dpl_ctx *ctx, const float *panels, size_t n_groups, size_t n, size_t k,
                            const dpl_quant_weight *w_out) {
-    const dpl_code format = w_out->rule.format;
-    const size_t mark = dpl_ctx_mark(ctx), n_panels = n_groups * dpl_div_up(n, DPL_PANEL);
-    pack_args a = {panels, n_groups, n, k, *w_out, NULL};
-    if (format == DPL_E2M1) a.amax = dpl_ctx_alloc(ctx, n_panels * sizeof *a.amax);
-    const size_t codes = dpl_quant_code_bytes(format, n_groups, n, k);
-    const size_t scales = dpl_quant_scale_bytes(format, n_groups, n, k);
-    DPL_SUBMIT(ctx, pack_weight, a, {w_out->codes[0], codes}, {w_out->codes[1], codes},
-               {w_out->scales[0], scales}, {w_out->scales[1], scales});
-    dpl_ctx_release(ctx, mark);
+    submit_pack(ctx,
+                (pack_args){.panels = panels, .n_groups = n_groups, .n = n, .k = k, .w = *w_out});
+}
+
+void dpl_adamw_quantize(dpl_ctx *ctx, const dpl_adamw *adamw, const float *grad, size_t n_groups,
+                        size_t n, size_t k, float *param, float *m, float *v,
+                        const dpl_quant_weight *w_out) {
+    submit_pack(ctx, (pack_args){.panels = param,
+                                 .n_groups = n_groups,
+                                 .n = n,
+                                 .k = k,
+                                 .w = *w_out,
+                                 .rule = *adamw,
+                                 .grad = grad,
+                                 .param = param,
+                                 .m = m,
+                                 .v = v});
 }
 
 /* ---- NVFP4 ----------------------------------------------------------------------------------- */

@@ -192,13 +192,16 @@ double dpl_optimizer_apply(dpl_optimizer *opt, double rate, double norm) {
         size_t at;
         const size_t n_own = dpl_param_own(model, param, &at);
         if (!opt->trains[i] || n_own == 0) continue;
-        const bool quantized = param->quant.codes[0];
-        const bool copied = model->params.copy && param->kind <= DPL_GATE_UP && !quantized;
-        uint16_t *copy = copied ? model->params.copy + at : NULL;
         rule.decay = opt->decays[i] ? (float)o->adam_weight_decay : 0.0f;
-        dpl_adamw_step(model->ctx, &rule, model->params.grad + at, n_own, model->params.master + at,
-                       opt->m + at, opt->v + at, copy);
-        dpl_model_requantize(model, param);
+        float *grad = model->params.grad + at, *master = model->params.master + at;
+        if (param->quant.codes[0]) {
+            dpl_adamw_quantize(model->ctx, &rule, grad, param->n_groups, param->n, param->k, master,
+                               opt->m + at, opt->v + at, &param->quant);
+            continue;
+        }
+        const bool copied = model->params.copy && param->kind <= DPL_GATE_UP;
+        dpl_adamw_step(model->ctx, &rule, grad, n_own, master, opt->m + at, opt->v + at,
+                       copied ? model->params.copy + at : NULL);
     }
     dpl_model_changed(opt->model);
     return norm * scale;
