@@ -85,7 +85,8 @@ typedef struct dpl_param {
     size_t offset, elems;   // in the layout, padding included; offset a multiple of 64
     size_t disk;            // index of its first tensor on disk
     bool stale;             // of its gradient: see dpl_weight
-    dpl_quant_weight quant; // what products use instead of bf16; codes[0] NULL: nothing
+    bool quantized;         // products use codes instead of bf16
+    dpl_quant_weight quant; // those; of a parameter that is sharded while its unit is whole
 } dpl_param;
 
 // The layout is one array of all parameters, cut into units: those of a layer, or those outside of
@@ -95,6 +96,7 @@ typedef struct dpl_param {
 enum { DPL_SPAN_WIDE, DPL_SPAN_DENSE, DPL_SPAN_EXPERTS, DPL_SPAN_N }; // wide: used in fp32
 typedef struct dpl_span_of {
     size_t first, elems; // in the layout; multiples of 64 * fsdp * replicas
+    bool quantized;      // what is used of all in it is codes, made of fp32
     dpl_comm *replicas;  // ranks that have the same piece
 } dpl_span_of;
 typedef struct dpl_unit {
@@ -204,8 +206,9 @@ struct dpl_model {
 // head never are. Call before values are there. The bf16 copy of such a weight is not written.
 dpl_status dpl_model_quantize(dpl_model *model, const dpl_quant_rule *dense,
                               const dpl_quant_rule *experts);
-void dpl_model_requantize(const dpl_model *model, const dpl_param *param); // it has new values
-void dpl_model_unquantize(dpl_model *model);                               // frees
+// It has new values. (Of one that is sharded, codes are made each time that it is gathered.)
+void dpl_model_requantize(const dpl_model *model, const dpl_param *param);
+void dpl_model_unquantize(dpl_model *model); // frees
 
 dpl_status dpl_model_rope_tables(dpl_model *model, size_t n); // for positions below n
 // DPL_ENOMEM: a pass over so many tokens, forward and (train) backward, needs more than there is.
@@ -309,6 +312,8 @@ static inline size_t dpl_disk_elems(const dpl_disk_tensor *tensor) {
 
 /* ---- shards.c: parameters over the ranks of fsdp, gradients over all ---- */
 dpl_status dpl_shards_open(dpl_model *model); // when the flat arrays are there
+// Some are quantized now: memory for the codes of what is gathered; *bytes_out of it.
+dpl_status dpl_shards_quantize(dpl_model *model, size_t *bytes_out);
 void dpl_shards_close(dpl_model *model);
 static inline size_t dpl_model_shards(const dpl_model *model) {
     return (size_t)model->others.fsdp->n_ranks;

@@ -291,11 +291,12 @@ void dpl_model_settle_grads(dpl_model *m, size_t unit) {
 
 void dpl_model_refresh(dpl_model *m) {
     const dpl_param *list = m->params.list;
-    if (m->params.copy && !m->quant_elems)
+    const bool some = m->quant_elems && dpl_model_shards(m) == 1; // have no copy
+    if (m->params.copy && !some)
         dpl_to_bf16(m->ctx, m->params.master, m->params.own_elems, m->params.copy);
-    for (const dpl_param *p = list; m->quant_elems && p < list + m->params.n; p++) {
+    for (const dpl_param *p = list; some && p < list + m->params.n; p++) {
         dpl_model_requantize(m, p);
-        if (!p->quant.codes[0] && p->kind <= DPL_GATE_UP)
+        if (!p->quantized && p->kind <= DPL_GATE_UP)
             dpl_to_bf16(m->ctx, m->params.master + p->offset, p->elems, m->params.copy + p->offset);
     }
     dpl_model_changed(m);
@@ -310,7 +311,7 @@ dpl_weight dpl_model_weight(const dpl_model *m, const dpl_param *param) {
     if (dtype == DPL_BF16) p = unit->copy + (param->offset - unit->first);
     float *grad = dpl_model_grad(m, param);
     bool *stale = &m->params.list[param - m->params.list].stale;
-    const dpl_quant_weight *quant = param->quant.codes[0] ? &param->quant : NULL;
+    const dpl_quant_weight *quant = param->quantized ? &param->quant : NULL;
     return (dpl_weight){p, dtype, param->n_groups, param->n, param->k, grad, stale, quant};
 }
 

@@ -9,6 +9,7 @@
 // same piece. The last unit's three exchanges have nothing left to hide under.
 #include "model/model.h"
 
+#define LINE 64
 #define ROOT 0 // outside of layers: needed from the first to the last moment of a pass
 
 typedef struct slot { // memory for one unit that is whole
@@ -16,6 +17,7 @@ typedef struct slot { // memory for one unit that is whole
     bool comes;
     float *values, *grad;
     uint16_t *copy;
+    uint8_t *codes; // of its quantized weights
     dpl_ticket tickets[DPL_SPAN_N];
 } slot;
 
@@ -86,10 +88,44 @@ void dpl_shards_close(dpl_model *m) {
         dpl_free(s->values);
         dpl_free(s->grad);
         dpl_free(s->copy);
+        dpl_free(s->codes);
     }
     dpl_free(m->flow->scattered);
     dpl_free(m->flow->reduced);
     dpl_free(m->flow);
+}
+
+// Gives the quantized weights of a unit their places from `at` on (NULL: none). Returns the bytes.
+static size_t place_codes(dpl_model *m, size_t u, uint8_t *at) {
+    size_t bytes = 0;
+    for (dpl_param *p = m->params.list; p < m->params.list + m->params.n; p++) {
+        if (!p->quantized || p->layer + 1 != (int)u) continue;
+        const dpl_code f = p->quant.rule.format;
+        const size_t codes = dpl_quant_code_bytes(f, p->n_groups, p->n, p->k);
+        const size_t scales = dpl_quant_scale_bytes(f, p->n_groups, p->n, p->k);
+        for (int way = 0; way < 2; way++) {
+            if (at) p->quant.codes[way] = at + bytes;
+            bytes += dpl_round_up(codes, LINE);
+            if (at) p->quant.scales[way] = at + bytes;
+            bytes += dpl_round_up(scales, LINE);
+        }
+        if (at) p->quant.tensor_scale = (float *)(void *)(at + bytes);
+        bytes += dpl_round_up(p->n_groups * sizeof(float), LINE);
+    }
+    return bytes;
+}
+
+dpl_status dpl_shards_quantize(dpl_model *m, size_t *bytes_out) {
+    size_t most = 0;
+    *bytes_out = 0;
+    for (size_t u = 1; u < m->params.n_units; u++) most = DPL_MAX(most, place_codes(m, u, NULL));
+    for (int i = 0; i < 2; i++) { // nothing outside of layers is quantized
+        m->flow->slots[i].codes = dpl_alloc(most);
+        DPL_EXPECT(m->flow->slots[i].codes, DPL_ENOMEM, "no memory for %.3f GB of codes",
+                   1e-9 * (double)most);
+        *bytes_out += most;
+    }
+    return DPL_OK;
 }
 
 size_t dpl_shards_bytes(const dpl_model *m) {
@@ -138,7 +174,7 @@ static dpl_status fetch(dpl_model *m, size_t u, slot *s) {
     for (int i = 0; i < DPL_SPAN_N; i++) {
         const dpl_span_of *span = &unit->span[i];
         const size_t own = span->first / F, at = span->first - unit->first, n = span->elems / F;
-        const bool wide = i == DPL_SPAN_WIDE || !s->copy;
+        const bool wide = i == DPL_SPAN_WIDE || !s->copy || span->quantized;
         if (n > 0 && wide)
             DPL_TRY(dpl_comm_gather(m->others.fsdp, m->params.master + own, n * sizeof(float),
                                     s->values + at, &s->tickets[i]));
@@ -149,6 +185,16 @@ static dpl_status fetch(dpl_model *m, size_t u, slot *s) {
     return DPL_OK;
 }
 
+// Whoever has a weight has all of it now: the codes are those of one rank.
+static void make_codes(dpl_model *m, slot *s) {
+    const dpl_unit *unit = &m->params.units[s->unit];
+    (void)place_codes(m, s->unit, s->codes);
+    for (dpl_param *p = m->params.list; p < m->params.list + m->params.n; p++)
+        if (p->quantized && p->layer + 1 == (int)s->unit)
+            dpl_quant_weight_pack(m->ctx, s->values + (p->offset - unit->first), p->n_groups, p->n,
+                                  p->k, &p->quant);
+}
+
 static dpl_status arrive(dpl_model *m, slot *s) {
     dpl_unit *unit = &m->params.units[s->unit];
     const dpl_span_of *wide = &unit->span[DPL_SPAN_WIDE];
@@ -157,6 +203,7 @@ static dpl_status arrive(dpl_model *m, slot *s) {
     // A tied embedding is looked up in fp32 and multiplied in bf16.
     if (s->comes && s->copy && s->unit == ROOT && m->config.tied)
         dpl_to_bf16(m->ctx, s->values, wide->elems, s->copy);
+    if (s->comes && s->codes) make_codes(m, s);
     s->comes = false;
     unit->values = s->values;
     unit->copy = s->copy;

@@ -194,12 +194,12 @@ double dpl_optimizer_apply(dpl_optimizer *opt, double rate, double norm) {
         if (!opt->trains[i] || n_own == 0) continue;
         rule.decay = opt->decays[i] ? (float)o->adam_weight_decay : 0.0f;
         float *grad = model->params.grad + at, *master = model->params.master + at;
-        if (param->quant.codes[0]) {
+        if (param->quantized && dpl_model_shards(model) == 1) {
             dpl_adamw_quantize(model->ctx, &rule, grad, param->n_groups, param->n, param->k, master,
                                opt->m + at, opt->v + at, &param->quant);
             continue;
         }
-        const bool copied = model->params.copy && param->kind <= DPL_GATE_UP;
+        const bool copied = model->params.copy && param->kind <= DPL_GATE_UP && !param->quantized;
         dpl_adamw_step(model->ctx, &rule, grad, n_own, master, opt->m + at, opt->v + at,
                        copied ? model->params.copy + at : NULL);
     }
