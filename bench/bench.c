@@ -28,7 +28,7 @@ static const struct {
      dpl_bench_run_step},
     {"ep",
      "ranks= tokens= d= experts= top_k= dtype=bf16|f32 skew=balanced|zipf|hot "
-     "memory=shared|messages threads= runs= mbytes=",
+     "memory=shared|messages wire=bf16|mxfp8 threads= runs= mbytes=",
      dpl_bench_run_ep},
     {"overlap",
      "ranks= layers= tokens= d= f= shared= experts= top_k= chunks= lane_threads=0|1 reduce=0|1 "

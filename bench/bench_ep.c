@@ -4,20 +4,23 @@
  *
  * The limit is the time in which the ranks together copy as many bytes as rows arrive, each from
  * memory of its own to memory of its own. A dispatch reads a token once for all of its experts, so
- * it can be faster than that.
+ * it can be faster than that. With wire=mxfp8 tokens are quantized first, and rows of codes move.
  */
 #include <math.h>
 #include <stdio.h>
 
 #include "bench.h"
+#include "moe/moe.h"
 
 static const char *const skews[] = {"balanced", "zipf", "hot", NULL};
 enum { BALANCED, ZIPF, HOT }; // skews
 static const char *const memories[] = {"shared", "messages", NULL};
+static const char *const wires[] = {"bf16", "mxfp8", NULL};
 
 typedef struct ep_bench {
     dpl_ep_config config;
     size_t tokens, skew, runs, mbytes; // tokens 0: several
+    size_t d, wire;                    // d: of a token; a row of codes is as wide as config.d
     int threads;
     bool json;
 } ep_bench;
@@ -33,6 +36,8 @@ typedef struct rank_bench {
     int32_t *ids;
     float *weights;
     void *x, *y;
+    dpl_mat sent; // wire mxfp8: x as codes
+    size_t mark;  // of the step's memory, where those begin
 } rank_bench;
 
 typedef struct operation {
@@ -46,8 +51,16 @@ static dpl_status prepare(rank_bench *r) {
     return dpl_ep_get_rows(r->handle, &r->rows);
 }
 
+static dpl_status quantize(rank_bench *r) {
+    const dpl_mat x = {r->x, r->b->d, DPL_BF16};
+    dpl_ctx_release(r->ctx, r->mark);
+    r->sent = dpl_wire_pack(r->ctx, x, r->n_tokens, r->b->d);
+    dpl_ctx_wait(r->ctx);
+    return DPL_OK;
+}
+
 static dpl_status dispatch(rank_bench *r) {
-    return dpl_ep_dispatch(r->handle, r->x, 0, r->weights);
+    return dpl_ep_dispatch(r->handle, r->b->wire ? r->sent.p : r->x, 0, r->weights);
 }
 
 static dpl_status combine(rank_bench *r) {
@@ -55,7 +68,7 @@ static dpl_status combine(rank_bench *r) {
 }
 
 static const operation operations[] = {
-    {"prepare", prepare}, {"dispatch", dispatch}, {"combine", combine}};
+    {"prepare", prepare}, {"quantize", quantize}, {"dispatch", dispatch}, {"combine", combine}};
 
 static void choose(const ep_bench *b, int rank, size_t n_tokens, int32_t *ids) {
     const size_t E = b->config.n_experts, K = b->config.top_k;
@@ -114,13 +127,14 @@ static dpl_status report(const rank_bench *r, const operation *op, double second
     const ep_bench *b = r->b;
     const double limit = bytes / rate;
     if (r->comm->rank > 0) return DPL_OK;
-    json_t *row = json_pack(
-        "{ss ss ss ss si sI sI sI sI ss sf sf sf sf}", "bench", "ep", "op", op->name, "transport",
-        dpl_comm_name(r->comm), "memory", memories[b->config.no_shared_memory], "ranks",
-        r->comm->n_ranks, "tokens", (json_int_t)r->n_tokens, "d", (json_int_t)b->config.d,
-        "experts", (json_int_t)b->config.n_experts, "top_k", (json_int_t)b->config.top_k, "skew",
-        skews[b->skew], "median_us", seconds * 1e6, "gbs", bytes / seconds * 1e-9, "limit_us",
-        limit * 1e6, "fraction", op->run == prepare ? 0 : limit / seconds);
+    json_t *row = json_pack("{ss ss ss ss ss si sI sI sI sI ss sf sf sf sf}", "bench", "ep", "op",
+                            op->name, "transport", dpl_comm_name(r->comm), "memory",
+                            memories[b->config.no_shared_memory], "wire", wires[b->wire], "ranks",
+                            r->comm->n_ranks, "tokens", (json_int_t)r->n_tokens, "d",
+                            (json_int_t)b->d, "experts", (json_int_t)b->config.n_experts, "top_k",
+                            (json_int_t)b->config.top_k, "skew", skews[b->skew], "median_us",
+                            seconds * 1e6, "gbs", bytes / seconds * 1e-9, "limit_us", limit * 1e6,
+                            "fraction", op->run == prepare ? 0 : limit / seconds);
     return dpl_bench_print(row, b->json);
 }
 
@@ -130,7 +144,8 @@ static dpl_status run_tokens(rank_bench *r, size_t n_tokens, double rate) {
     r->n_tokens = n_tokens;
     r->ids = dpl_alloc_array(n_slots, sizeof *r->ids);
     r->weights = dpl_alloc_array(n_slots, sizeof *r->weights);
-    r->x = dpl_bench_numbers(n_tokens * c->d, c->dtype);
+    r->mark = dpl_ctx_mark(r->ctx);
+    r->x = dpl_bench_numbers(n_tokens * r->b->d, c->dtype);
     r->y = dpl_bench_numbers(n_tokens * c->d, c->dtype);
     dpl_status status = DPL_OK;
     if (!r->ids || !r->weights || !r->x || !r->y)
@@ -139,8 +154,12 @@ static dpl_status run_tokens(rank_bench *r, size_t n_tokens, double rate) {
     if (status == DPL_OK) choose(r->b, r->comm->rank, n_tokens, r->ids);
     for (size_t i = 0; status == DPL_OK && i < DPL_COUNT(operations); i++) {
         double seconds, most;
+        // Results come back in bf16 whatever the wire, and are no rows of codes.
+        if (operations[i].run == (r->b->wire ? combine : quantize)) continue;
         status = measure(r, &operations[i], &seconds);
-        const double bytes = (double)(r->rows.n_rows * c->d) * (double)dpl_dtype_bytes(c->dtype);
+        const size_t elems = operations[i].run == quantize ? n_tokens * r->b->d
+                                                           : r->rows.n_rows * c->d;
+        const double bytes = (double)elems * (double)dpl_dtype_bytes(c->dtype);
         if (status == DPL_OK) status = dpl_bench_slowest(r->comm, bytes, &most);
         if (status == DPL_OK) status = report(r, &operations[i], seconds, most, rate);
     }
@@ -178,6 +197,13 @@ int dpl_bench_run_ep(dpl_bench_args *args) {
                                .n_experts = dpl_bench_size(args, "experts", 64),
                                .top_k = dpl_bench_size(args, "top_k", 6)};
     b.config.dtype = dpl_bench_choice(args, "dtype", dtypes) ? DPL_F32 : DPL_BF16;
+    b.d = b.config.d;
+    b.wire = dpl_bench_choice(args, "wire", wires);
+    if (b.wire && b.config.dtype == DPL_F32) {
+        fputs("bench ep: wire=mxfp8 is of dtype=bf16\n", stderr);
+        return 2;
+    }
+    if (b.wire) b.config.d = dpl_wire_width(b.d);
     b.config.no_shared_memory = dpl_bench_choice(args, "memory", memories) == 1;
     if (!dpl_bench_args_done(args)) return 2;
     const dpl_status status = dpl_bench_ranks(n_ranks, b.threads == 1, run_rank, &b);
