@@ -547,22 +547,23 @@ static __attribute__((noinline)) void expand_any(dpl_code f, line codes, const e
                                dpl_e8m0_to_f32((uint8_t)((more[j] >> 7) + exponent_bias(f))));
 }
 
-#if defined(__AVX512BW__)
 // What a subnormal code is worth in steps of the normal ones, as if those went on below.
-INLINE __m512i small_steps(dpl_code f) {
+INLINE __m128i small_steps(dpl_code f) {
     const __m128i e4m3 = _mm_setr_epi8(0, -16, -8, -4, 0, 2, 4, 6, 0, 0, 0, 0, 0, 0, 0, 0);
     const __m128i e5m2 = _mm_setr_epi8(0, -4, 0, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
-    return _mm512_broadcast_i32x4(f == DPL_E4M3 ? e4m3 : e5m2);
+    return f == DPL_E4M3 ? e4m3 : e5m2;
 }
 
 // With subnormal codes and zeros.
+#if defined(__AVX512BW__)
 static __attribute__((noinline)) void expand_small(dpl_code f, line codes, const exponents *e,
                                                    uint16_t *y) {
     const int m = mantissa_bits(f), shift = 7 - m;
     const __m512i a = _mm512_and_si512(codes, _mm512_set1_epi8(0x7f));
     const __mmask64 small = _mm512_cmplt_epi8_mask(a, _mm512_set1_epi8((char)(1 << m)));
     const __mmask64 some = _mm512_test_epi8_mask(a, a);
-    const __m512i steps = _mm512_mask_shuffle_epi8(a, small, small_steps(f), a);
+    const __m512i of_small = _mm512_broadcast_i32x4(small_steps(f));
+    const __m512i steps = _mm512_mask_shuffle_epi8(a, small, of_small, a);
     for (int h = 0; h < 2; h++) {
         const __m256i s = h ? _mm512_extracti64x4_epi64(steps, 1) : _mm512_castsi512_si256(steps);
         const __m256i c = h ? _mm512_extracti64x4_epi64(codes, 1) : _mm512_castsi512_si256(codes);
@@ -574,7 +575,25 @@ static __attribute__((noinline)) void expand_small(dpl_code f, line codes, const
     }
 }
 #else
-#define expand_small expand_any
+INLINE words wide_half(line x, int h) {
+    return (words)_mm256_cvtepi8_epi16(h ? _mm256_extracti128_si256(x, 1)
+                                         : _mm256_castsi256_si128(x));
+}
+
+static __attribute__((noinline)) void expand_small(dpl_code f, line codes, const exponents *e,
+                                                   uint16_t *y) {
+    const int m = mantissa_bits(f), shift = 7 - m;
+    const line a = _mm256_and_si256(codes, _mm256_set1_epi8(0x7f));
+    const line small = _mm256_cmpgt_epi8(_mm256_set1_epi8((char)(1 << m)), a);
+    const line some = _mm256_cmpgt_epi8(a, _mm256_setzero_si256());
+    const line of_small = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(small_steps(f)), a);
+    const line steps = _mm256_blendv_epi8(a, of_small, small);
+    for (int h = 0; h < 2; h++) {
+        const words number = ((wide_half(steps, h) << shift) + e->more[h]) & wide_half(some, h);
+        const words with_sign = number | (wide_half(codes, h) & (int16_t)0x8000);
+        memcpy(y + 16 * h, &with_sign, sizeof with_sign);
+    }
+}
 #endif
 
 // A code shifted to the place of bf16's exponent and mantissa, with its sign above, is the number
