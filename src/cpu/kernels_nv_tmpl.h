@@ -349,9 +349,7 @@ INLINE void store_weight(uint8_t block[16][16], uint8_t *codes) {
         for (size_t q = 0; q < 2; q++) {
             reg_u32 halves = {0};
             UNROLL for (size_t i = 0; i < 8; i++) {
-                reg_u8 row;
-                memcpy(&row, &block[8 * q + i][n], sizeof row);
-                halves |= __builtin_convertvector(row, reg_u32) << (i / 2 * 4 + i % 2 * 16);
+                halves |= codes_at(&block[8 * q + i][n]) << (i / 2 * 4 + i % 2 * 16);
             }
             memcpy(codes + 64 * q + 4 * n, &halves, sizeof halves);
         }
@@ -412,10 +410,9 @@ INLINE void store_two_upper(uint16_t *to, reg low, reg high) {
 
 // Up to REG scales, and zeros after them.
 INLINE void scale_numbers(const uint8_t *scales, size_t n, float *to) {
-    reg_u8 bytes = {0};
-    if (n >= REG) memcpy(&bytes, scales, REG);
-    else memcpy(&bytes, scales, n);
-    store(to, numbers_of(DPL_E4M3, __builtin_convertvector(bytes, reg_u32)));
+    uint8_t bytes[REG] = {0};
+    if (n < REG) memcpy(bytes, scales, n);
+    store(to, numbers_of(DPL_E4M3, codes_at(n < REG ? bytes : scales)));
 }
 
 #if defined(__AVX512BW__)
@@ -479,10 +476,7 @@ static void quant_nv_expand_pairs(size_t n_blocks, const uint8_t *codes, const u
 
 // 2 * REG columns of two rows.
 INLINE void expand_two_rows(const uint8_t *codes, reg scale0, reg scale1, uint16_t *y, size_t ld) {
-    reg_u8 two[2];
-    memcpy(two, codes, sizeof two);
-    const reg_u32 low = __builtin_convertvector(two[0], reg_u32);
-    const reg_u32 high = __builtin_convertvector(two[1], reg_u32);
+    const reg_u32 low = codes_at(codes), high = codes_at(codes + REG);
     store_two_upper(y, code_numbers(low) * scale0, code_numbers(high) * scale1);
     store_two_upper(y + ld, code_numbers(low >> 4) * scale0, code_numbers(high >> 4) * scale1);
 }

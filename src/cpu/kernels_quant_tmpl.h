@@ -3,7 +3,6 @@
 // Included by kernels_LEVEL.c after kernels_rows_tmpl.h, whose vectors these are.
 #include "cpu/kernels.h"
 
-typedef uint8_t reg_u8 __attribute__((vector_size(REG)));
 typedef int32_t reg_i32 __attribute__((vector_size(REG_BYTES)));
 
 #define INF_BITS 0x7f800000u
@@ -95,9 +94,24 @@ INLINE reg numbers_of(dpl_code f, reg_u32 code) {
     return (reg)(x | (code & sign) << (f == DPL_E2M1 ? 28 : 24));
 }
 
+// gcc takes lanes apart one by one to convert between bytes and 32 bits.
+INLINE reg_u32 codes_at(const uint8_t *p) {
+#if defined(__AVX512F__)
+    return (reg_u32)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)p));
+#else
+    return (reg_u32)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)p));
+#endif
+}
+
+// Of codes below 256.
 INLINE void store_codes(uint8_t *to, reg_u32 codes) {
-    const reg_u8 bytes = __builtin_convertvector(codes, reg_u8);
-    memcpy(to, &bytes, sizeof bytes);
+#if defined(__AVX512F__)
+    _mm_storeu_si128((__m128i *)(void *)to, _mm512_cvtepi32_epi8((__m512i)codes));
+#else
+    const __m128i halves = _mm_packus_epi32(_mm256_castsi256_si128((line)codes),
+                                            _mm256_extracti128_si256((line)codes, 1));
+    _mm_storel_epi64((__m128i *)(void *)to, _mm_packus_epi16(halves, halves));
+#endif
 }
 
 INLINE void encode_as(dpl_code f, const float *x, uint8_t *codes, size_t n) {
@@ -116,9 +130,9 @@ INLINE void encode_as(dpl_code f, const float *x, uint8_t *codes, size_t n) {
 INLINE void decode_as(dpl_code f, const uint8_t *codes, float *x, size_t n) {
     for (size_t i = 0; i < n; i += REG) {
         const size_t some = DPL_MIN(n - i, (size_t)REG);
-        reg_u8 bytes = {0};
-        memcpy(&bytes, codes + i, some);
-        const reg v = numbers_of(f, __builtin_convertvector(bytes, reg_u32));
+        uint8_t bytes[REG] = {0};
+        memcpy(bytes, codes + i, some);
+        const reg v = numbers_of(f, codes_at(bytes));
         memcpy(x + i, &v, some * sizeof *x);
     }
 }
