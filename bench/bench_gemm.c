@@ -222,11 +222,13 @@ static dpl_status report(gemm_bench *b, const dpl_bench_limits *limits, size_t r
                                  .flops = 2 * rows * n * k,
                                  .read_bytes = elem * rows * (n + k) + (b->op < 2 ? weight : 0),
                                  .rw_bytes = b->op < 2 ? 0 : 8 * weights};
+    const dpl_gemm_kernels *nv = &b->ctx->kernels->nv;
+    const bool in_integers = b->operand == NVFP4 && b->op < 2 && nv->nv_tile;
     json_t *row = json_pack("{ss ss ss sI sI sI sI si ss}", "bench", "gemm", "op", op_names[b->op],
                             "dtype", operands[b->operand], "experts", (json_int_t)b->n_experts,
                             "rows", (json_int_t)b->rows, "k", (json_int_t)b->k, "n",
                             (json_int_t)b->n, "threads", dpl_ctx_threads(b->ctx), "kernel",
-                            dpl_bench_kernel(b->ctx, b->dtype));
+                            in_integers ? nv->name : dpl_bench_kernel(b->ctx, b->dtype));
     if (b->ctx->f32_parts) json_object_set_new(row, "precision", json_string(b->precision));
     if (compares) {
         json_object_set_new(row, "bf16_us", json_real(medians[1] * 1e6));
