@@ -183,6 +183,7 @@ typedef struct gemm_bench {
     dpl_mat x, y;
     dpl_weight w;
     dpl_quant_weight quant;
+    uint64_t streams[2];
     bool plain; // the products of bf16 that those of codes are compared with
     dpl_groups groups;
     float *dw;
@@ -241,6 +242,7 @@ static dpl_status report(gemm_bench *b, const dpl_bench_limits *limits, size_t r
 static dpl_status make_codes(gemm_bench *b) {
     float *panels = dpl_bench_numbers(dpl_panel_elems(b->n, b->k), DPL_F32);
     dpl_quant_weight *w = &b->quant;
+    w->streams = b->streams;
     if (b->operand == NVFP4) w->rule = (dpl_quant_rule){DPL_E2M1, DPL_E2M1, DPL_SCALE_UP};
     const size_t codes = dpl_quant_code_bytes(w->rule.format, 1, b->n, b->k);
     const size_t scales = dpl_quant_scale_bytes(w->rule.format, 1, b->n, b->k);

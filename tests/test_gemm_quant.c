@@ -36,6 +36,7 @@ typedef struct problem {
     double *x_row, *x_column, *dy_row, *dy_column;  // what the codes stand for
     size_t column_row[GROUPS], column_rows[GROUPS]; // where a group's are of what is by column
     double *w_forward, *w_dgrad;                    // (GROUPS, n, k)
+    uint64_t *streams;
 } problem;
 
 typedef struct result {
@@ -235,6 +236,7 @@ static void open_problem(problem *p) {
         p->quant.scales[way] = get(dpl_quant_scale_bytes(f, GROUPS, n, k));
     }
     p->quant.tensor_scale = get(GROUPS * sizeof(float));
+    p->streams = p->quant.streams = get(2 * sizeof(uint64_t));
     for (size_t g = 0; g < GROUPS; g++) {
         const size_t first = (size_t)offsets[g], m = (size_t)offsets[g + 1] - first;
         p->column_row[g] = is_nv(p) ? 16 * dpl_first_block(16, g, offsets[g]) : first;
@@ -252,15 +254,20 @@ static void open_problem(problem *p) {
 static void close_problem(problem *p) {
     free(p->x.p), free(p->dy.p), dpl_free(p->panels);
     for (int way = 0; way < 2; way++) free(p->quant.codes[way]), free(p->quant.scales[way]);
-    free(p->quant.tensor_scale);
+    free(p->quant.tensor_scale), free(p->streams);
     free(p->x_row), free(p->x_column), free(p->dy_row), free(p->dy_column);
     free(p->w_forward), free(p->w_dgrad);
+}
+
+static void set_streams(const problem *p) {
+    p->streams[0] = STREAM, p->streams[1] = STREAM + 1;
 }
 
 static result run(dpl_ctx *ctx, problem *p) {
     const size_t elems = GROUPS * dpl_panel_elems(p->n, p->k);
     result r = {get(ROWS * p->n * 4), get(ROWS * p->k * 4), get(elems * 4)};
-    ctx->random_seed = SEED, ctx->random_stream = STREAM;
+    ctx->random_seed = SEED;
+    set_streams(p);
     dpl_quant_weight_pack(ctx, p->panels, GROUPS, p->n, p->k, &p->quant);
     dpl_gemm_forward(ctx, p->x, &p->w, p->groups, dpl_mat_f32(r.y, p->n));
     dpl_gemm_dgrad(ctx, p->dy, &p->w, p->groups, dpl_mat_f32(r.dx, p->k), false);
@@ -385,7 +392,7 @@ static void rows_mapped(dpl_ctx *ctx, const problem *p, const result *all) {
     for (int i = 0; i < ROWS; i++) slot[i] = 2 * i;
     const dpl_row_map map = {slot, 2, ROWS};
     float *dw = get(elems * 4), *gate_up = get(ROWS * p->n * 4), *hidden = get(ROWS * f * 4);
-    ctx->random_stream = STREAM + 1;
+    set_streams(p);
     dpl_gemm_quant_wgrad(ctx, p->dy, p->x, map, p->groups, p->n, p->k, &p->quant, false, dw);
     dpl_ctx_wait(ctx);
     assert_memory_equal(dw, all->dw, elems * 4);
@@ -405,7 +412,7 @@ static void sums_added(dpl_ctx *ctx, const problem *p, const result *all) {
     float *dx = get(ROWS * p->k * 4), *dw = get(elems * 4);
     memcpy(dx, all->dx, ROWS * p->k * 4);
     memcpy(dw, all->dw, elems * 4);
-    ctx->random_stream = STREAM;
+    set_streams(p);
     dpl_gemm_dgrad(ctx, p->dy, &p->w, p->groups, dpl_mat_f32(dx, p->k), true);
     dpl_gemm_quant_wgrad(ctx, p->dy, p->x, (dpl_row_map){0}, p->groups, p->n, p->k, &p->quant, true,
                          dw);
@@ -451,6 +458,7 @@ static void test_nv_error(void **state) {
     float *dw = get(GROUPS * dpl_panel_elems(p.n, p.k) * 4);
     double *mean = calloc(p.n * p.k, sizeof *mean), errors[2] = {0}, squares = 0;
     ctx->random_seed = 1;
+    set_streams(&p);
     for (int draw = 0; draw < DRAWS; draw++) {
         dpl_gemm_quant_wgrad(ctx, p.dy, p.x, (dpl_row_map){0}, dpl_one_group(ROWS), p.n, p.k,
                              &p.quant, false, dw);

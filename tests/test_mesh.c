@@ -229,6 +229,30 @@ static void on_any_mesh(const char *format, double within) {
     scratch_close(NULL);
 }
 
+// What is rounded by chance does not follow from which chunk happens to arrive first.
+static void chance_repeats_itself(void **state) {
+    (void)state;
+    static const char *const settings[] = {"", " ep_shared_memory=false lane_threads=1"};
+    static result results[2 * DPL_COUNT(settings)][R_MAX];
+    scratch_open(NULL);
+    for (size_t i = 0; i < DPL_COUNT(results); i++) {
+        char name[32], extra[200];
+        snprintf(name, sizeof name, "again_%zu", i);
+        snprintf(extra, sizeof extra,
+                 "dtype=bfloat16 gmm_quantization=nvfp4 quantization=nvfp4 ep_chunks=4%s",
+                 settings[i / 2]);
+        job j = {{1, 1, 2, extra}, name, 0, STEPS, results[i]};
+        run_job(&j);
+        assert_string_equal(results[i][0].error, "");
+        for (int step = 0; step < STEPS; step++) {
+            const dpl_step_metrics *m = &results[i][0].steps[step];
+            const dpl_step_metrics *first = &results[0][0].steps[step];
+            assert_true(m->loss == first->loss && m->raw_grad_norm == first->raw_grad_norm);
+        }
+    }
+    scratch_close(NULL);
+}
+
 static void quantized_on_any_mesh(void **state) {
     (void)state;
     on_any_mesh("mxfp8", 1e-2);
@@ -765,6 +789,7 @@ int main(void) {
         cmocka_unit_test(depths_that_do_not_fit_stay),
         cmocka_unit_test(quantized_experts_are_spread),
         cmocka_unit_test(quantized_on_any_mesh),
+        cmocka_unit_test(chance_repeats_itself),
         cmocka_unit_test(mxfp8_rows_are_those_of_one_rank),
         cmocka_unit_test(odd_widths_train_alike),
         cmocka_unit_test(checkpoints_go_to_any_mesh),

@@ -24,16 +24,15 @@ struct dpl_ctx {
     dpl_pool *pool;
     dpl_kernels *kernels;
     dpl_cpu_level level;
-    size_t f32_parts; // 0: fp32 products by multiply-adds; else of so many bf16 (dropless.h)
-    uint64_t random_seed, random_stream; // of what rounds by chance next, and then the stream is
-                                         // the next one: whoever needs the same again sets them
-    size_t memory_bytes;                 // of this machine
-    size_t n_neighbours;                 // ranks that share it, this one included
-    size_t planned_end;          // of the arena: where the caller's pass may come to; 0: not known
-    dpl_comm *comm;              // that it has joined; NULL: one rank
-    dpl_arena *arena;            // the step's memory; operators take temporary buffers from it too
-    uint8_t *scratch;            // for use inside one task, a block of 4 MB per thread
-    struct dpl_queue *queue;     // NULL: operators run at once
+    size_t f32_parts;        // 0: fp32 products by multiply-adds; else of so many bf16 (dropless.h)
+    uint64_t random_seed;    // of what is rounded by chance; one for each step and rank
+    size_t memory_bytes;     // of this machine
+    size_t n_neighbours;     // ranks that share it, this one included
+    size_t planned_end;      // of the arena: where the caller's pass may come to; 0: not known
+    dpl_comm *comm;          // that it has joined; NULL: one rank
+    dpl_arena *arena;        // the step's memory; operators take temporary buffers from it too
+    uint8_t *scratch;        // for use inside one task, a block of 4 MB per thread
+    struct dpl_queue *queue; // NULL: operators run at once
     double phase_s[DPL_PHASE_N]; // time spent by operators since the owner last cleared it
     dpl_phase phase;             // what operators are counted under now
 };

@@ -722,21 +722,15 @@ static void submit_gemm(dpl_ctx *ctx, gemm_args a, dpl_dtype operand) {
     dpl_ctx_release(ctx, mark);
 }
 
-// What rounds by chance next.
-static void next_stream(dpl_ctx *ctx, uint64_t seed_stream[2]) {
-    seed_stream[0] = ctx->random_seed;
-    seed_stream[1] = ctx->random_stream++;
-}
-
-// Rows as NVFP4, in the step's memory; gradients are rounded by chance.
-static dpl_codes codes_by_row(dpl_ctx *ctx, dpl_mat x, dpl_groups groups, size_t n, bool gradient) {
+// Rows as NVFP4, in the step's memory. stream: of what is rounded by chance next; NULL: nothing is.
+static dpl_codes codes_by_row(dpl_ctx *ctx, dpl_mat x, dpl_groups groups, size_t n,
+                              uint64_t *stream) {
     const size_t bytes = dpl_div_up(n, 2), blocks = dpl_div_up(n, DPL_NV_BLOCK);
     const dpl_codes codes = {dpl_ctx_alloc(ctx, groups.n_rows * bytes),
                              dpl_ctx_alloc(ctx, groups.n_rows * blocks), bytes, blocks,
                              dpl_ctx_alloc(ctx, groups.n_rows * sizeof(float))};
-    uint64_t seed_stream[2];
-    if (gradient) next_stream(ctx, seed_stream);
-    dpl_nv_quantize(ctx, x, groups, n, gradient ? seed_stream : NULL, codes);
+    const uint64_t seed_stream[2] = {ctx->random_seed, stream ? (*stream)++ : 0};
+    dpl_nv_quantize(ctx, x, groups, n, stream ? seed_stream : NULL, codes);
     return codes;
 }
 
@@ -755,7 +749,8 @@ static void submit_with_weight(dpl_ctx *ctx, gemm_args a, const dpl_weight *w) {
     }
     if (is_nv(&a)) {
         const dpl_groups rows = a.map.slot ? dpl_one_group(a.map.n_x) : a.groups;
-        a.left_codes = codes_by_row(ctx, a.left, rows, a.op == FORWARD ? a.k : a.n, a.op == DGRAD);
+        uint64_t *stream = a.op == DGRAD ? &a.quant.streams[0] : NULL;
+        a.left_codes = codes_by_row(ctx, a.left, rows, a.op == FORWARD ? a.k : a.n, stream);
         a.left = (dpl_mat){NULL, 0, DPL_BF16};
     }
     submit_gemm(ctx, a, w->dtype);
@@ -848,8 +843,7 @@ void dpl_gemm_quant_wgrad(dpl_ctx *ctx, dpl_mat dy, dpl_mat x, dpl_row_map map, 
                    .n = n,
                    .k = k,
                    .accumulate = accumulate};
-    uint64_t seed_stream[2] = {0};
-    if (is_nv(&a)) next_stream(ctx, seed_stream);
+    const uint64_t seed_stream[2] = {ctx->random_seed, is_nv(&a) ? quant->streams[1]++ : 0};
     // Any numbers that rounding does not use.
     const uint16_t signs = (uint16_t)dpl_rng_u64(seed_stream[0], seed_stream[1], UINT64_MAX);
     a.left_codes = codes_by_column(ctx, x, map, groups, k, rule.format, rule.scale, signs, NULL);

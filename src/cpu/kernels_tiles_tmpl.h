@@ -285,6 +285,6 @@ INLINE void set_table(dpl_kernels *k, const char *name) {
     g->enter = enter;
     g->leave = leave;
     g->peak = peak;
-    k->nv = (dpl_gemm_kernels){0}; // tiles are faster
+    k->nv = (dpl_gemm_kernels){0};             // tiles are faster
     k->same[DPL_BF16] = (dpl_gemm_kernels){0}; // the bits of the level below differ
 }

@@ -352,6 +352,9 @@ struct dpl_quant_weight {
     dpl_quant_rule rule;
     uint8_t *codes[2], *scales[2];
     float *tensor_scale; // NVFP4
+    // NVFP4: where gradients of x, and of the weight, have their random numbers from next. Each has
+    // its own count: in which order the two come may depend on what has arrived.
+    uint64_t *streams;
 };
 // Bytes of each of codes[] and of each of scales[].
 static inline size_t dpl_quant_code_bytes(dpl_code format, size_t n_groups, size_t n, size_t k) {

@@ -87,6 +87,7 @@ typedef struct dpl_param {
     bool stale;             // of its gradient: see dpl_weight
     bool quantized;         // products use codes instead of bf16
     dpl_quant_weight quant; // those; of a parameter that is sharded while its unit is whole
+    uint64_t streams[2];    // of quant
 } dpl_param;
 
 // The layout is one array of all parameters, cut into units: those of a layer, or those outside of
@@ -206,6 +207,8 @@ struct dpl_model {
 // head never are. Call before values are there. The bf16 copy of such a weight is not written.
 dpl_status dpl_model_quantize(dpl_model *model, const dpl_quant_rule *dense,
                               const dpl_quant_rule *experts);
+// A step begins on this rank: what it rounds by chance follows from these alone.
+void dpl_model_seed_rounding(dpl_model *model, uint64_t seed, uint64_t step, uint64_t rank);
 // It has new values. (Of one that is sharded, codes are made each time that it is gathered.)
 void dpl_model_requantize(const dpl_model *model, const dpl_param *param);
 void dpl_model_unquantize(dpl_model *model); // frees

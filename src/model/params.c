@@ -289,16 +289,21 @@ void dpl_model_settle_grads(dpl_model *m, size_t unit) {
         if (p->layer + 1 == (int)unit) settle_grad(m, p);
 }
 
+// This rank's pieces of what products use in bf16.
+static void refresh_copy(const dpl_model *m) {
+    const size_t F = dpl_model_shards(m);
+    for (const dpl_unit *u = m->params.units; u < m->params.units + m->params.n_units; u++)
+        for (const dpl_span_of *span = u->span; span < u->span + DPL_SPAN_N; span++) {
+            const size_t own = span->first / F;
+            if (!span->quantized)
+                dpl_to_bf16(m->ctx, m->params.master + own, span->elems / F, m->params.copy + own);
+        }
+}
+
 void dpl_model_refresh(dpl_model *m) {
-    const dpl_param *list = m->params.list;
-    const bool some = m->quant_elems && dpl_model_shards(m) == 1; // have no copy
-    if (m->params.copy && !some)
-        dpl_to_bf16(m->ctx, m->params.master, m->params.own_elems, m->params.copy);
-    for (const dpl_param *p = list; some && p < list + m->params.n; p++) {
-        dpl_model_requantize(m, p);
-        if (!p->quantized && p->kind <= DPL_GATE_UP)
-            dpl_to_bf16(m->ctx, m->params.master + p->offset, p->elems, m->params.copy + p->offset);
-    }
+    if (m->params.copy) refresh_copy(m);
+    for (size_t i = 0; m->quant_elems && i < m->params.n; i++)
+        dpl_model_requantize(m, &m->params.list[i]);
     dpl_model_changed(m);
 }
 

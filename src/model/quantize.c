@@ -1,6 +1,8 @@
 // quantize.c - which weights products use in MXFP8 or NVFP4, and what that takes.
 #include "model/model.h"
 
+#define ROUNDING 0x726f756e64696e67u // no other numbers are drawn with such seeds
+
 static bool is_dense_product(dpl_param_id id) {
     switch (id) {
     case DPL_P_Q:
@@ -46,6 +48,7 @@ static void mark_quantized(dpl_model *m, dpl_param *p, const dpl_quant_rule *rul
     span->quantized = true;
     p->quantized = true;
     p->quant.rule = *rule;
+    p->quant.streams = p->streams;
     m->quant_elems += p->elems / dpl_model_shards(m);
 }
 
@@ -61,6 +64,14 @@ dpl_status dpl_model_quantize(dpl_model *m, const dpl_quant_rule *dense,
         if (!is_sharded(m)) DPL_TRY(open_codes(m, p));
     }
     return is_sharded(m) ? dpl_shards_quantize(m, &m->quant_bytes) : DPL_OK;
+}
+
+void dpl_model_seed_rounding(dpl_model *m, uint64_t seed, uint64_t step, uint64_t rank) {
+    m->ctx->random_seed = dpl_rng_u64(seed ^ ROUNDING, rank, step);
+    for (size_t i = 0; i < m->params.n; i++) {
+        dpl_param *p = &m->params.list[i];
+        for (size_t way = 0; way < 2; way++) p->streams[way] = (uint64_t)(2 * i + way) << 32;
+    }
 }
 
 void dpl_model_requantize(const dpl_model *m, const dpl_param *p) {

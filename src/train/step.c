@@ -140,9 +140,7 @@ dpl_status dpl_trainer_step(dpl_trainer *t, dpl_step_metrics *metrics_out) {
     m.learning_rate = dpl_schedule_rate(t->o, t->schedule_length, t->step);
     memset(t->ctx->phase_s, 0, sizeof t->ctx->phase_s);
     const size_t n_rows = t->batch.n_batch, rank = (size_t)t->mesh.world->rank;
-    // What rounds by chance: of its own in each step and rank, whatever came before.
-    t->ctx->random_seed = (uint64_t)t->o->init_weights_seed;
-    t->ctx->random_stream = ((uint64_t)t->step * (uint64_t)t->mesh.world->n_ranks + rank) << 24;
+    dpl_model_seed_rounding(t->model, (uint64_t)t->o->init_weights_seed, (uint64_t)t->step, rank);
     dpl_data_train(&t->data, t->position, rank * n_rows, &t->batch);
     const dpl_status status = make_step(t, &m);
     dpl_ctx_phase(t->ctx, DPL_PHASE_OTHER);
