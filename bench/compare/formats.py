@@ -81,8 +81,8 @@ class Panel:
     def __init__(self, left, title, x_most, y_range, unit):
         self.left, self.x_most, self.y_range = left, x_most, y_range
         self.out = [f'<text x="{left}" y="20" font-weight="bold">{title}</text>']
-        for i in range(6):
-            y = y_range[0] + (y_range[1] - y_range[0]) * i / 5
+        for i in range(5):
+            y = y_range[0] + (y_range[1] - y_range[0]) * i / 4
             self.out.append(f'<line x1="{left}" x2="{left + 300}" y1="{self.y(y):.1f}" '
                             f'y2="{self.y(y):.1f}" stroke="#dddddd"/>')
             self.out.append(f'<text x="{left - 6}" y="{self.y(y) + 4:.1f}" text-anchor="end">'
