@@ -44,10 +44,10 @@ typedef struct gemm_args {
     dpl_mat left, right, out;  // forward: x, w, y; dgrad: dy, w, dx; wgrad: x, dy, dw
     const dpl_gemm_kernels *g; // of the operands' class
     size_t n_parts;            // of each operand: more than 1 for fp32 made of bf16
-    bool
-        quantized; // operands are codes: this weight's, or in wgrad those by column; on the left of
-    dpl_quant_weight quant; // NVFP4 too, in MXFP8 they are rounded as they are packed
-    dpl_codes left_codes, right_codes;
+    bool quantized; // operands are numbers of codes: of this weight's, on the left of codes too
+                    // but where MXFP8 rounds rows as they are packed
+    dpl_quant_weight quant;
+    dpl_codes left_codes, right_codes; // by row, or in wgrad by column
     gemm_swiglu swiglu;
     dpl_row_map map; // of the rows of x on the left
     dpl_groups groups;
@@ -80,6 +80,11 @@ typedef struct gemm_block {
     size_t group, code_block;            // code_block: in wgrad, of scales, the group's first
     unsigned entered;                    // what this thread was before products
 } gemm_block;
+
+// Of a weight's codes, which are there twice.
+static int way_of(gemm_op op) {
+    return op == FORWARD ? DPL_QUANT_FORWARD : DPL_QUANT_DGRAD;
+}
 
 // Then the tensor scales are left to the sums.
 static bool is_nv(const gemm_args *a) {
@@ -221,8 +226,8 @@ INLINE void fetch_bytes(const void *p, size_t bytes) {
 
 // NULL: a row of zeros.
 static const uint8_t *mapped_row(const gemm_args *a, size_t row, size_t col) {
-    const int32_t slot = a->map.slot[row];
-    return slot < 0 ? NULL : dpl_mat_at(a->left, (size_t)slot / a->map.top_k, col).p;
+    const size_t at = dpl_mapped_row(a->map, row);
+    return at == DPL_NO_ROW ? NULL : dpl_mat_at(a->left, at, col).p;
 }
 
 // Copies `n` columns of rows that lie anywhere; the next one comes from memory meanwhile.
@@ -290,11 +295,10 @@ static void pack_codes(const gemm_block *b, size_t first, size_t m, size_t l, si
     const dpl_codes *of = &a->left_codes;
     const uint8_t *codes[CODE_ROWS], *scales[CODE_ROWS];
     for (size_t i = 0; i < m; i++) {
-        const size_t row = b->row + b->m0 + first + i;
-        const int32_t slot = a->map.slot ? a->map.slot[row] : 0;
-        const size_t at = a->map.slot ? (size_t)slot / a->map.top_k : row;
-        codes[i] = slot < 0 ? NULL : of->codes + at * of->ld_codes + l / 2;
-        scales[i] = slot < 0 ? NULL : of->scales + at * of->ld_scales + l / DPL_NV_BLOCK;
+        const size_t at = dpl_mapped_row(a->map, b->row + b->m0 + first + i);
+        const bool none = at == DPL_NO_ROW;
+        codes[i] = none ? NULL : of->codes + at * of->ld_codes + l / 2;
+        scales[i] = none ? NULL : of->scales + at * of->ld_scales + l / DPL_NV_BLOCK;
     }
     b->g->nv_pack(m, depth, codes, scales, packed_left(b, first, l, depth));
 }
@@ -363,7 +367,7 @@ static bool next_chunk(const gemm_block *b, size_t *p, size_t *l0) {
 // A chunk of a weight's codes as bf16. With few rows memory is the limit: the next chunk comes
 // meanwhile.
 static void expand_weight(const gemm_block *b, size_t p, size_t l0, size_t depth) {
-    const int way = b->a->op == FORWARD ? DPL_QUANT_FORWARD : DPL_QUANT_DGRAD;
+    const int way = way_of(b->a->op);
     const size_t panel = b->weight_row / b->k_rows + p;
     size_t next_p = p, next_l = l0;
     ptrdiff_t ahead = 0;
@@ -393,7 +397,7 @@ static const uint8_t *right_panel(const gemm_block *b, size_t p, size_t l0, size
 static void code_product(const gemm_block *b, size_t p, size_t first, size_t m, size_t l,
                          size_t depth, float *c, bool add) {
     const dpl_quant_weight *w = &b->a->quant;
-    const int way = b->a->op == FORWARD ? DPL_QUANT_FORWARD : DPL_QUANT_DGRAD;
+    const int way = way_of(b->a->op);
     const size_t at = b->weight_row + p * b->k_rows + l;
     b->g->nv_tile(m, depth, packed_left(b, first, l, depth), w->codes[way] + at * DPL_PANEL / 2,
                   w->scales[way] + at / DPL_NV_BLOCK * 2, c, add);
@@ -545,11 +549,9 @@ static void finish_swiglu(const gemm_block *b, size_t p, size_t first, size_t m,
 static float left_scale(const gemm_block *b, size_t i) {
     const gemm_args *a = b->a;
     const float *scales = a->left_codes.tensor_scale;
-    const size_t row = b->row + b->m0 + i;
     if (a->op == WGRAD) return scales[b->group * a->k + b->m0 + i];
-    if (!a->map.slot) return scales[row];
-    const int32_t slot = a->map.slot[row];
-    return slot < 0 ? 1 : scales[(size_t)slot / a->map.top_k];
+    const size_t at = dpl_mapped_row(a->map, b->row + b->m0 + i);
+    return at == DPL_NO_ROW ? 1 : scales[at];
 }
 
 // Sums of NVFP4 operands, of panel p, over the tensor scales; then what they are added to. A weight
@@ -743,7 +745,7 @@ static void submit_with_weight(dpl_ctx *ctx, gemm_args a, const dpl_weight *w) {
         a.quantized = true;
         a.quant = *w->quant;
         // Where a piece of the codes lies is asked as if they were a matrix.
-        const int way = a.op == FORWARD ? DPL_QUANT_FORWARD : DPL_QUANT_DGRAD;
+        const int way = way_of(a.op);
         a.right = (dpl_mat){a.quant.codes[way], is_nv(&a) ? DPL_PANEL / 4 : DPL_PANEL / 2,
                             DPL_BF16};
     }

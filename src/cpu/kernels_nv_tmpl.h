@@ -76,11 +76,18 @@ INLINE reg quotient(reg y, reg by, reg inverse) {
     return (reg)((absolute & 0x7fffffff) | ((reg_u32)y & 0x80000000u));
 }
 
-INLINE reg_u32 maxima_16(dpl_dtype dtype, const void *x, size_t at) {
-    reg_u32 amax = {0};
-    for (size_t j = 0; j < 16; j += REG)
-        amax = greatest(amax, magnitude(load_any(dtype, x, at + j)));
-    return amax;
+// The scales of blocks with these largest magnitudes, as bits.
+INLINE reg_u32 nv_scales(reg_u32 amax, reg tensor_scale) {
+    const reg wanted = (reg)amax / 6.0f * tensor_scale;
+    return either((reg_u32)(wanted != wanted), (reg_u32){0} + 0x7f, codes_of(DPL_E4M3, wanted));
+}
+
+// The largest lane.
+INLINE uint32_t most_of(reg_u32 x) {
+    uint32_t lane[REG], most = 0;
+    memcpy(lane, &x, sizeof lane);
+    for (size_t j = 0; j < REG; j++) most = DPL_MAX(most, lane[j]);
+    return most;
 }
 
 // A number's code is how many of seven products of the block's scale it exceeds: those of the
@@ -146,18 +153,8 @@ INLINE void nv_two_blocks(dpl_dtype dtype, const nv_midpoints *all, const void *
 INLINE void nv_run(dpl_dtype dtype, bool by_chance, const nv_midpoints *all, size_t n_blocks,
                    const void *x, size_t at, float tensor_scale, const uint16_t *random,
                    uint8_t *codes, uint8_t *scales) {
-    reg_u32 amax[REG], most;
-    if (n_blocks == REG) {
-        UNROLL for (size_t i = 0; i < REG; i++) amax[i] = maxima_16(dtype, x, at + 16 * i);
-        most = maxima_across(amax);
-    } else {
-        for (size_t i = 0; i < REG; i++)
-            amax[i] = i < n_blocks ? maxima_16(dtype, x, at + 16 * i) : (reg_u32){0};
-        most = maxima_across(amax);
-    }
-    const reg wanted = (reg)most / 6.0f * tensor_scale;
-    const reg_u32 nan = (reg_u32)(wanted != wanted);
-    const reg_u32 byte = either(nan, (reg_u32){0} + 0x7f, codes_of(DPL_E4M3, wanted));
+    const reg_u32 most = run_maxima(dtype, 16, n_blocks, x, at);
+    const reg_u32 byte = nv_scales(most, all_lanes(tensor_scale));
     const reg scale = numbers_of(DPL_E4M3, byte);
     uint8_t bytes[REG];
     float by[REG], inverse[REG];
@@ -203,14 +200,11 @@ INLINE void nv_row(dpl_dtype dtype, bool by_chance, const nv_midpoints *all, con
 
 INLINE float amax_as(dpl_dtype dtype, const void *x, size_t n) {
     reg_u32 amax[2] = {0};
-    uint32_t lane[REG], most = 0;
     size_t i = 0;
     for (; i + 2 * REG <= n; i += 2 * REG)
         for (size_t j = 0; j < 2; j++)
             amax[j] = greatest(amax[j], magnitude(load_any(dtype, x, i + j * REG)));
-    amax[0] = greatest(amax[0], amax[1]);
-    memcpy(lane, amax, sizeof lane);
-    for (size_t j = 0; j < REG; j++) most = DPL_MAX(most, lane[j]);
+    uint32_t most = most_of(greatest(amax[0], amax[1]));
     for (; i < n; i++) most = DPL_MAX(most, bits_of(at_any(dtype, x, i)) & 0x7fffffffu);
     return float_of(most); // NaNs are above all numbers
 }
@@ -291,9 +285,8 @@ INLINE void nv_columns_amax_as(dpl_dtype dtype, const dpl_nv_columns *b, float *
 // Codes and scales of REG columns; random: bits of theirs, 128 to the next row.
 INLINE void nv_column_codes(bool by_chance, const reg v[16], reg tensor_scale,
                             const uint16_t *random, uint8_t *codes, size_t ld, uint8_t *scales) {
-    const reg wanted = (reg)rotated_maxima(v) / 6.0f * tensor_scale;
-    const reg_u32 nan = (reg_u32)(wanted != wanted);
-    const reg_u32 byte = either(nan, (reg_u32){0} + 0x7f, codes_of(DPL_E4M3, wanted));
+    const reg_u32 byte = nv_scales(rotated_maxima(v), tensor_scale);
+    const reg_u32 nan = (reg_u32)(byte == 0x7f);
     const reg scale = numbers_of(DPL_E4M3, byte), inverse = 1.0f / scale;
     const reg_u32 some = (reg_u32)(byte != 0) & 0xff;
     store_codes(scales, byte);
@@ -347,25 +340,20 @@ static void quant_nv_columns(const dpl_nv_columns *b) {
 INLINE void store_weight(uint8_t block[16][16], uint8_t *codes) {
     for (size_t n = 0; n < 16; n += REG)
         for (size_t q = 0; q < 2; q++) {
-            reg_u32 halves = {0};
-            UNROLL for (size_t i = 0; i < 8; i++) {
-                halves |= codes_at(&block[8 * q + i][n]) << (i / 2 * 4 + i % 2 * 16);
-            }
-            memcpy(codes + 64 * q + 4 * n, &halves, sizeof halves);
+            reg_u32 pairs = {0}; // of words
+            UNROLL for (size_t i = 0; i < 8; i++) pairs |= codes_at(&block[8 * q + i][n])
+                                                           << (i / 2 * 4 + i % 2 * 16);
+            memcpy(codes + 64 * q + 4 * n, &pairs, sizeof pairs);
         }
 }
 
 static uint8_t quant_nv_weight(const float *x, size_t ld, float tensor_scale, uint8_t *codes,
                                uint8_t *transposed) {
     reg_u32 amax = {0};
-    uint32_t lane[REG], most = 0;
     for (size_t r = 0; r < 16; r++)
         for (size_t c = 0; c < 16; c += REG) amax = greatest(amax, magnitude(load(x + r * ld + c)));
-    memcpy(lane, &amax, sizeof lane);
-    for (size_t j = 0; j < REG; j++) most = DPL_MAX(most, lane[j]);
-    const reg wanted = all_lanes(float_of(most)) / 6.0f * tensor_scale;
-    const reg_u32 nan = (reg_u32)(wanted != wanted);
-    const reg_u32 byte = either(nan, (reg_u32){0} + 0x7f, codes_of(DPL_E4M3, wanted));
+    const reg_u32 byte = nv_scales((reg_u32){0} + most_of(amax), all_lanes(tensor_scale));
+    const reg_u32 nan = (reg_u32)(byte == 0x7f);
     const reg scale = numbers_of(DPL_E4M3, byte), inverse = 1.0f / scale;
     const reg_u32 some = (reg_u32)(byte != 0) & 0xf;
     uint8_t block[16][16], across[16][16];

@@ -282,31 +282,37 @@ INLINE void block_codes(dpl_code f, dpl_scale_rule rule, dpl_dtype dtype, const 
 }
 
 // The largest magnitudes of a block, as bits; of bf16, the lower halves are anything.
-INLINE reg_u32 block_maxima(dpl_dtype dtype, const void *x, size_t at) {
+INLINE reg_u32 block_maxima(dpl_dtype dtype, size_t length, const void *x, size_t at) {
 #if defined(__AVX512BW__)
-    if (dtype == DPL_BF16) {
+    if (dtype == DPL_BF16 && length == 32) {
         const __m512i a = _mm512_and_si512(upper_words(dtype, x, at), WORDS(0x7fff));
         return (reg_u32)_mm512_max_epu32(a, _mm512_slli_epi32(a, 16));
     }
 #endif
     reg_u32 amax = {0};
-    for (size_t j = 0; j < 32; j += REG)
+    for (size_t j = 0; j < length; j += REG)
         amax = greatest(amax, magnitude(load_any(dtype, x, at + j)));
     return amax;
+}
+
+// One of each of up to REG blocks that follow each other; of those that are not there 0.
+INLINE reg_u32 run_maxima(dpl_dtype dtype, size_t length, size_t n_blocks, const void *x,
+                          size_t at) {
+    reg_u32 amax[REG];
+    if (n_blocks == REG) {
+        UNROLL for (size_t i = 0; i < REG; i++)
+            amax[i] = block_maxima(dtype, length, x, at + length * i);
+        return maxima_across(amax);
+    }
+    for (size_t i = 0; i < REG; i++)
+        amax[i] = i < n_blocks ? block_maxima(dtype, length, x, at + length * i) : (reg_u32){0};
+    return maxima_across(amax);
 }
 
 // Up to REG whole blocks that follow each other.
 INLINE void mx_run(dpl_code f, dpl_scale_rule rule, dpl_dtype dtype, size_t n_blocks, const void *x,
                    size_t at, uint8_t *codes, uint8_t *scales) {
-    reg_u32 amax[REG], most;
-    if (n_blocks == REG) {
-        UNROLL for (size_t i = 0; i < REG; i++) amax[i] = block_maxima(dtype, x, at + 32 * i);
-        most = maxima_across(amax);
-    } else {
-        for (size_t i = 0; i < REG; i++)
-            amax[i] = i < n_blocks ? block_maxima(dtype, x, at + 32 * i) : (reg_u32){0};
-        most = maxima_across(amax);
-    }
+    reg_u32 most = run_maxima(dtype, 32, n_blocks, x, at);
     if (dtype == DPL_BF16) most &= 0xffff0000u;
     const reg_u32 byte = scales_of(rule, f, most);
     uint8_t bytes[REG];

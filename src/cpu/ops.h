@@ -82,6 +82,11 @@ typedef struct dpl_row_map {
     const int32_t *slot; // (rows), device memory
     size_t top_k, n_x;   // n_x: rows of x
 } dpl_row_map;
+#define DPL_NO_ROW SIZE_MAX // a row of zeros
+static inline size_t dpl_mapped_row(dpl_row_map map, size_t row) {
+    if (!map.slot) return row;
+    return map.slot[row] < 0 ? DPL_NO_ROW : (size_t)map.slot[row] / map.top_k;
+}
 
 // Operands are used as they are with an F32 weight; with a BF16 weight the activations are rounded
 // to bf16 as well. Sums are fp32: chains over k in blocks of a fixed length, added in order

@@ -52,10 +52,10 @@ static dpl_mat numbers_at(const mx_args *a, void *scratch, size_t row, size_t m,
     const size_t bytes = n * dpl_dtype_bytes(a->x.dtype);
     if (!a->map.slot) return dpl_mat_at(a->x, row, col);
     for (size_t r = 0; r < m; r++) {
-        const int32_t slot = a->map.slot[row + r];
+        const size_t from = dpl_mapped_row(a->map, row + r);
         uint8_t *to = (uint8_t *)scratch + r * bytes;
-        if (slot < 0) memset(to, 0, bytes);
-        else memcpy(to, dpl_mat_at(a->x, (size_t)slot / a->map.top_k, col).p, bytes);
+        if (from == DPL_NO_ROW) memset(to, 0, bytes);
+        else memcpy(to, dpl_mat_at(a->x, from, col).p, bytes);
     }
     return (dpl_mat){scratch, n, a->x.dtype};
 }
@@ -156,9 +156,8 @@ void dpl_mx_round_rows(const dpl_quant_kernels *q, dpl_code format, dpl_scale_ru
 void dpl_quant_expand_rows(const dpl_quant_kernels *q, dpl_codes codes, dpl_row_map map, size_t row,
                            size_t m, size_t col, size_t n, uint16_t *y) {
     for (size_t r = row; r < row + m; r++, y += n) {
-        const int32_t slot = map.slot ? map.slot[r] : (int32_t)0;
-        const size_t at = map.slot ? (size_t)slot / map.top_k : r;
-        if (slot < 0) memset(y, 0, n * sizeof *y);
+        const size_t at = dpl_mapped_row(map, r);
+        if (at == DPL_NO_ROW) memset(y, 0, n * sizeof *y);
         else
             q->nv_expand_row(n, codes.codes + at * codes.ld_codes + col / 2,
                              codes.scales + at * codes.ld_scales + col / DPL_NV_BLOCK, y);
@@ -409,9 +408,8 @@ static void take_rows(const nv_columns_args *a, size_t row, size_t end, size_t c
                       dpl_nv_columns *b) {
     b->m = DPL_MIN(end - row, (size_t)DPL_NV_BLOCK);
     for (size_t i = 0; i < b->m; i++) {
-        const int32_t slot = a->map.slot ? a->map.slot[row + i] : 0;
-        const size_t at = a->map.slot ? (size_t)slot / a->map.top_k : row + i;
-        b->rows[i] = slot < 0 ? NULL : dpl_mat_at(a->x, at, col).p;
+        const size_t at = dpl_mapped_row(a->map, row + i);
+        b->rows[i] = at == DPL_NO_ROW ? NULL : dpl_mat_at(a->x, at, col).p;
     }
 }
 

@@ -123,7 +123,8 @@ static dpl_status write_head(dpl_trainer *t) {
     const double attention = n_micros * dpl_model_attention_flops(c, B, t->batch.n_seq);
     const double share = all > 0 ? 100 * attention / all : 0;
     const double mb = 1e-6 * (double)t->model->params.own_elems;
-    const double mx_mb = 1e-6 * ((double)t->model->quant_bytes - 2 * (double)t->model->quant_elems);
+    const double codes_mb = 1e-6 *
+                            ((double)t->model->quant_bytes - 2 * (double)t->model->quant_elems);
     SAY(t, "Per train step:");
     SAY(t, " Total TFLOPs: %.2f", all * 1e-12);
     SAY(t, " split as %.2f%% learnable weight flops and %.2f%% attention flops", 100 - share,
@@ -133,7 +134,7 @@ static dpl_status write_head(dpl_trainer *t) {
     SAY(t,
         "memory: weights %.1f MB, gradients %.1f MB, optimizer %.1f MB; "
         "remat_policy none keeps all activations",
-        (t->model->params.copy ? 6 : 4) * mb + mx_mb, 4 * mb, 8 * mb);
+        (t->model->params.copy ? 6 : 4) * mb + codes_mb, 4 * mb, 8 * mb);
     SAY(t, "machine: %d threads, CPU level %s, peak %.1f GFLOP/s", dpl_ctx_threads(t->ctx),
         dpl_ctx_cpu_level(t->ctx), t->peak_flops * 1e-9);
     SAY(t, "data: %llu training samples of %zu tokens, %zu a step; %llu for evaluation",
