@@ -254,7 +254,7 @@ typedef struct dpl_quant_kernels {
     void (*nv_expand_columns)(size_t n, const uint8_t *codes, size_t ld, const uint8_t *scales,
                               uint16_t *y, size_t ld_y);
     void (*nv_expand_row)(size_t n, const uint8_t *codes, const uint8_t *scales, uint16_t *y);
-    // y (m, 32) = (or +=) sums (m, 32) * rows (m) * columns (32). y may be sums.
+    // y (m, 32) = (or +=, in one rounding) sums (m, 32) * rows (m) * columns (32). y may be sums.
     void (*nv_scale)(size_t m, const float *sums, const float *rows, const float *columns, bool add,
                      float *y);
 } dpl_quant_kernels;

@@ -512,8 +512,8 @@ static void quant_nv_scale(size_t m, const float *sums, const float *rows, const
                            bool add, float *y) {
     for (size_t i = 0; i < m; i++, sums += 32, y += 32)
         UNROLL for (size_t j = 0; j < 32; j += REG) {
-            const reg x = load(sums + j) * all_lanes(rows[i]) * load(columns + j);
-            store(y + j, add ? x + load(y + j) : x);
+            const reg x = load(sums + j) * all_lanes(rows[i]), by = load(columns + j);
+            store(y + j, add ? MADD(x, by, load(y + j)) : x * by);
         }
 }
 

@@ -205,8 +205,8 @@ static void nv_expand_row(size_t n, const uint8_t *codes, const uint8_t *scales,
 static void nv_scale(size_t m, const float *sums, const float *rows, const float *columns, bool add,
                      float *y) {
     for (size_t i = 0; i < m * 32; i++) {
-        const float x = sums[i] * rows[i / 32] * columns[i % 32];
-        y[i] = add ? x + y[i] : x;
+        const float x = sums[i] * rows[i / 32], by = columns[i % 32];
+        y[i] = add ? fmaf(x, by, y[i]) : x * by;
     }
 }
 
